@@ -4,23 +4,27 @@ launches nothing.
     python benchmarks/kernels.py     # all tiles, for sm_80, 86, 89, 90, 100 and 120
     python benchmarks/kernels.py --capability 90 --kernel grad_kv --head-dim 128 --tile 64,128,8,2
 
-A tile is block_q,block_k,warps,stages (and 1 or 2 to specialize warps). Columns: registers per
-thread; spill instructions inside and outside of loops; KiB of shared memory per block; columns of
-tensor memory; blocks per multiprocessor; instructions of the main loop per tile and warp; the unit
-that bounds the loop, and the share of the tensor cores' peak if all else overlaps. Exits 1 if a
-tile spills in a loop or exceeds shared or tensor memory.
+A tile is block_q,block_k,warps,stages (and specialize, ahead; see `flash_tiles.py`). Columns:
+registers per thread; spill instructions inside and outside of loops; KiB of shared memory per
+block; columns of tensor memory; blocks per multiprocessor; instructions of the main loop per tile
+and warp; the unit that bounds the loop; and two bounds in TFLOP/s, of the GPU named in `CHIPS`.
+The overlapped bound is that of the busiest unit alone. In the serial bound all warps are in step,
+as barriers hold them: other units work beside the tensor cores only where the code does not wait
+for them. Exits 1 if a tile spills in a loop or exceeds shared or tensor memory.
 
 Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine
 code. Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.
 """
 
 import argparse
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from itertools import product
+from collections.abc import Iterable
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,25 +51,26 @@ class Chip(NamedTuple):
     """Per multiprocessor: KiB of shared memory in all and per block, threads; FLOP per clock, dense
     bfloat16.
 
-    `alu_clocks` and `fp32_clocks` are the clocks that a warp's instruction takes on a quarter of
-    it.
+    `tflops` is the data sheet's peak of a GPU. `alu_clocks` and `fp32_clocks` are the clocks that a
+    warp's instruction takes on a quarter of it.
     """
 
     shared_kib: int
     block_kib: int
     threads: int
     flop_per_clock: int
+    tflops: float
     fp32_clocks: int
     alu_clocks: int = 2
 
 
 CHIPS = {
-    80: Chip(164, 163, 2048, 2048, 2),
-    86: Chip(100, 99, 1536, 1024, 1),
-    89: Chip(100, 99, 1536, 512, 1),
-    90: Chip(228, 227, 2048, 4096, 1),
-    100: Chip(228, 227, 2048, 8192, 1),
-    120: Chip(100, 99, 1536, 512, 1, alu_clocks=1),
+    80: Chip(164, 163, 2048, 2048, 312, 2),  # A100
+    86: Chip(100, 99, 1536, 1024, 149.7, 1),  # A40
+    89: Chip(100, 99, 1536, 1024, 362, 1),  # L40S; a GeForce has half of it
+    90: Chip(228, 227, 2048, 4096, 989, 1),  # H100 SXM
+    100: Chip(228, 227, 2048, 8192, 2250, 1),  # B200
+    120: Chip(100, 99, 1536, 512, 209, 1, alu_clocks=1),  # RTX 5090
 }
 
 
@@ -81,7 +86,8 @@ class Resources(NamedTuple):
     blocks: int
     instructions: int
     bound: str
-    tensor_share: float
+    overlapped: float
+    serial: float
 
     def faults(self, capability: int) -> list[str]:
         """Reasons against shipping this tile."""
@@ -128,12 +134,12 @@ def compile_tile(
             re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))[-1]
         )
         flow = _read_code(_run("nvdisasm", "-c", file.name))
-    loops = _loops(flow, is_specialized=tile.specialize > 0)
+    loops = _loops(flow)
     spills = {
         index for index, name in flow.nodes(data="name") if name.split(".")[0] in ("LDL", "STL")
     }
     inside = spills & set().union(*loops)
-    nodes = [[flow.nodes[index] for index in loop] for loop in loops]
+    nodes = [[flow.nodes[index] for index in sorted(loop)] for loop in loops]
     main = max(
         nodes,
         key=lambda loop: (sum(one["unit"] == "tensor" for one in loop), -len(loop)),
@@ -142,7 +148,7 @@ def compile_tile(
     flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
     # two groups, of half the queries each
     computing = 2 * tile.warps if tile.specialize == 2 else tile.warps
-    bound, share = _bound(main, computing, flop, dtype, capability)
+    bounds = Bounds(main, computing, flop, dtype, CHIPS[capability])
     return Resources(
         registers=registers,
         spills_in_loops=len(inside),
@@ -156,8 +162,9 @@ def compile_tile(
             getattr(facts, "ws_num_warps", 0) or facts.num_warps,
         ),
         instructions=len(main),
-        bound=bound,
-        tensor_share=share,
+        bound=bounds.unit,
+        overlapped=bounds.overlapped,
+        serial=bounds.serial,
     )
 
 
@@ -218,15 +225,13 @@ def _read_code(listing: str) -> networkx.DiGraph:
     return flow
 
 
-def _loops(flow: networkx.DiGraph, *, is_specialized: bool = False) -> list[set[int]]:
-    """Loops that compute.
+def _loops(flow: networkx.DiGraph) -> list[set[int]]:
+    """Innermost loops that compute: cycles inside a loop are those that do not pass its entry.
 
-    Specialized warps wait for work in a loop around their programs, which is left out: cycles
-    inside a loop are those that do not pass its entry.
+    Specialized warps wait for work in a loop around their programs, and the heads of a group are a
+    loop around those over blocks.
     """
     loops = _cycles(flow)
-    if not is_specialized:
-        return loops
     entries = {end for loop in loops for start, end in flow.in_edges(loop) if start not in loop}
     return [inner for loop in loops for inner in _cycles(flow.subgraph(loop - entries)) or [loop]]
 
@@ -251,27 +256,77 @@ UNITS = {
 }
 
 
-def _bound(
-    loop: list[Any], warps: int, flop: int, dtype: torch.dtype, capability: int
-) -> tuple[str, float]:
-    """The unit that one trip of the loop keeps busy longest, and the tensor cores' clocks over its
-    clocks."""
-    if not loop or not flop:
-        return "memory", 0.0
-    chip = CHIPS[capability]
-    kinds = Counter(one["unit"] for one in loop)
-    slow = 2 * 3 if dtype == torch.float32 else 1  # TF32 at half the rate, three products for one
-    quarter = warps / 4
-    clocks = {
-        "tensor": flop * slow / chip.flop_per_clock,
-        "shared": sum(_shared_bytes(one["name"], one["text"]) for one in loop) * warps / 128,
-        "issue": len(loop) * quarter,
-        "special": 8 * kinds["special"] * quarter,
-        "fp32": chip.fp32_clocks * kinds["fp32"] * quarter,
-        "alu": chip.alu_clocks * kinds["alu"] * quarter,
-    }
-    bound = max(clocks, key=lambda unit: clocks[unit])
-    return bound, clocks["tensor"] / clocks[bound]
+class Bounds:
+    """TFLOP/s that one trip of a loop allows, and the unit that is busy longest."""
+
+    def __init__(
+        self, loop: list[Any], warps: int, flop: int, dtype: torch.dtype, chip: Chip
+    ) -> None:
+        # TF32 at half the rate, three products for one
+        self._slow = 2 * 3 if dtype == torch.float32 else 1
+        self._chip = chip
+        self._warps = warps
+        self.unit = "memory"
+        self.overlapped = 0.0
+        self.serial = 0.0
+        if not loop or not flop:
+            return
+        self._tensor_clocks = flop * self._slow / chip.flop_per_clock
+        clocks = {"tensor": self._tensor_clocks, **self._other_clocks(loop)}
+        self.unit = max(clocks, key=lambda unit: clocks[unit])
+        per_clock = self._tensor_clocks * chip.tflops / self._slow
+        self.overlapped = per_clock / clocks[self.unit]
+        self.serial = min(self.overlapped, per_clock / self._serial_clocks(loop))
+
+    def _other_clocks(self, instructions: Iterable[Any]) -> dict[str, float]:
+        instructions = list(instructions)
+        kinds = Counter(one["unit"] for one in instructions)
+        quarter = self._warps / 4
+        moved = sum(_shared_bytes(one["name"], one["text"]) for one in instructions)
+        return {
+            "shared": moved * self._warps / 128,
+            "issue": len(instructions) * quarter,
+            "special": 8 * kinds["special"] * quarter,
+            "fp32": self._chip.fp32_clocks * kinds["fp32"] * quarter,
+            "alu": self._chip.alu_clocks * kinds["alu"] * quarter,
+        }
+
+    def _serial_clocks(self, loop: list[Any]) -> float:
+        """Clocks of a trip in which all warps are in step."""
+        products = [one for one in loop if one["unit"] == "tensor"]
+        if not products[0]["name"].startswith("HGMMA"):
+            # Results are in registers, or waited for by a barrier in memory: no wait to be read.
+            others = [one for one in loop if one["unit"] != "tensor"]
+            return self._tensor_clocks + max(self._other_clocks(others).values())
+        sizes = [math.prod(map(int, re.findall(r"\d+", one["name"])[:3])) for one in products]
+        scale = self._tensor_clocks / sum(sizes)
+        now = 0.0
+        free = 0.0  # when the tensor cores have nothing left
+        groups: list[float] = []  # when each group of products that may be waited for is done
+        starts = []
+        for _ in range(4):  # the first trips fill the queue
+            starts.append(now)
+            for unit, part in groupby(loop, key=_segment):
+                instructions = list(part)
+                if unit == "tensor":
+                    for one in instructions:
+                        size = math.prod(map(int, re.findall(r"\d+", one["name"])[:3]))
+                        free = max(free, now) + scale * size
+                        if "gsb" in one["text"]:
+                            groups.append(free)
+                elif unit == "wait":
+                    pending = int(instructions[0]["text"].split(",")[-1], 16)
+                    done = groups[: len(groups) - pending]
+                    now = max([now, *done])
+                else:
+                    now += max(self._other_clocks(instructions).values())
+        return now - starts[-1]
+
+
+def _segment(instruction: Any) -> str:
+    if instruction["name"].startswith("WARPGROUP.DEPBAR"):
+        return "wait"
+    return "tensor" if instruction["unit"] == "tensor" else "other"
 
 
 def _shared_bytes(name: str, text: str) -> float:
@@ -309,9 +364,9 @@ def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:
 
 COLUMNS = (
     "target dtype kernel dim tile registers in_loops outside KiB tensor blocks instructions bound"
-    " share"
+    " overlapped serial"
 )
-ROW = "{:7}{:9}{:8}{:<4}{!s:22}{:<10}{:<9}{:<8}{:<5}{:<7}{:<7}{:<13}{:8}{:<6}"
+ROW = "{:7}{:9}{:8}{:<4}{!s:22}{:<10}{:<9}{:<8}{:<5}{:<7}{:<7}{:<13}{:8}{:<11}{:<6}"
 
 
 def main() -> int:
@@ -344,8 +399,11 @@ def main() -> int:
             faults = resources.faults(capability)
             wrong += bool(faults)
             kib = round(resources.shared_bytes / 1024)
-            share = round(resources.tensor_share, 2)
-            cells = resources._replace(shared_bytes=kib, tensor_share=share)
+            cells = resources._replace(
+                shared_bytes=kib,
+                overlapped=round(resources.overlapped),
+                serial=round(resources.serial),
+            )
             print(ROW.format(f"sm_{capability}", *problem[1:], tile, *cells), *faults, flush=True)
     print(f"{wrong} tiles spill in a loop or do not fit")
     return int(wrong > 0)
