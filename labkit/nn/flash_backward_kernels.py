@@ -12,12 +12,12 @@ in `tiled_attention.py`. For each tile:
 """
 
 # mypy: ignore-errors
-# as in flash_kernels.py
+# as in flash_parts.py
 
 import triton
 import triton.language as tl
 
-from labkit.nn.flash_kernels import (
+from labkit.nn.flash_parts import (
     LENGTHS,
     LOG2_E,
     dot,
@@ -64,18 +64,10 @@ def _grad_kv_blocks(
         scores = dot(
             k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32), dtype, PRECISION, INTERPRETED
         )
-        p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[None, :])
-        if DIAGONAL:
-            p = tl.where(
-                tl.arange(0, BLOCK_K)[:, None]
-                <= (q_start - k_start + tl.arange(0, BLOCK_Q))[None, :],
-                p,
-                0.0,
-            )
         grad_output = load_tile(
             grad_output_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED
         )
-        grad_v = dot(p, grad_output, grad_v, dtype, PRECISION, INTERPRETED)
+        # Before the exponentials, which the compiler moves beside this product on Hopper.
         grad_p = dot(
             v,
             tl.trans(grad_output),
@@ -84,6 +76,15 @@ def _grad_kv_blocks(
             PRECISION,
             INTERPRETED,
         )
+        p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[None, :])
+        if DIAGONAL:
+            p = tl.where(
+                tl.arange(0, BLOCK_K)[:, None]
+                <= (q_start - k_start + tl.arange(0, BLOCK_Q))[None, :],
+                p,
+                0.0,
+            )
+        grad_v = dot(p, grad_output, grad_v, dtype, PRECISION, INTERPRETED)
         delta = load_rows(delta_ptr, q_start, queries, 0.0, BLOCK_Q, RAGGED)
         ds = p * (grad_p - delta[None, :])
         grad_k = dot(ds, q, grad_k, dtype, PRECISION, INTERPRETED)

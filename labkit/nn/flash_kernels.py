@@ -1,4 +1,4 @@
-"""Triton kernel of the FlashAttention-2 forward pass, and helpers that the backward kernels share.
+"""Triton kernel of the FlashAttention-2 forward pass.
 
 Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1; `flash_launch.py` launches
 it. Read `tiled_attention.py` first: the same in plain PyTorch, with the same names.
@@ -19,6 +19,8 @@ Techniques beyond the algorithm:
 * Hidden blocks, above the diagonal, are not visited, and the longest rows start first.
 * A loop over full blocks neither masks scores nor checks bounds. A second loop visits the diagonal
   and the ragged end, in blocks half as large, which leave registers for the mask.
+* Scores one block ahead (AHEAD): the tensor cores compute the next block's scores while the softmax
+  of this one runs. It takes registers for both.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
 * Specialized warps (WARP_SPECIALIZE): on data center Blackwell (1), some warps only load, in the
   loop over full blocks. On Hopper (2), one group of warps loads by tensor descriptors (TMA) and two
@@ -27,181 +29,50 @@ Techniques beyond the algorithm:
 """
 
 # mypy: ignore-errors
-# Triton's language is typed for its compiler, not for mypy: inside a kernel everything is a
-# tl.tensor.
+# as in flash_parts.py
 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-LENGTHS = ("queries", "keys")
-"""Arguments that Triton must not specialize for.
-
-The alignment of rows depends on HEAD_DIM only.
-"""
-
-
-@triton.jit
-def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """First position of this program's block, and its head.
-
-    Programs of a head are neighbors: they share it in L2.
-    """
-    blocks = tl.cdiv(length, BLOCK)
-    program = tl.program_id(0)
-    block = program % blocks
-    if LAST_FIRST:
-        block = blocks - 1 - block
-    return block * BLOCK, (program // blocks).to(tl.int64)
+from labkit.nn.flash_parts import (
+    LENGTHS,
+    LOG2_E,
+    describe,
+    dot,
+    edge,
+    is_visible,
+    key_ranges,
+    load_tile,
+    program,
+    store_tile,
+)
 
 
 @triton.jit
-def tile_offsets(start, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets of the rows start.. of one head, (BLOCK, BLOCK_D)."""
-    return (start + tl.arange(0, BLOCK))[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
+def _scores(
+    q, k, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Q K^T of a tile, (BLOCK_Q, BLOCK_K), not scaled."""
+    zeros = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
+    return dot(q, tl.trans(k), zeros, q.dtype, PRECISION, INTERPRETED)
 
 
 @triton.jit
-def in_bounds(
-    start,
-    length,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """Mask of existing elements.
-
-    False beyond the last row (if RAGGED) and in the padded dimensions.
-    """
-    rows = (start + tl.arange(0, BLOCK))[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    if RAGGED and BLOCK_D != HEAD_DIM:
-        return (rows < length) & (dims < HEAD_DIM)
-    elif RAGGED:
-        return rows < length
-    else:
-        return dims < HEAD_DIM
-
-
-@triton.jit
-def describe(pointer, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Tensor descriptor of one head, (length, HEAD_DIM).
-
-    It loads (BLOCK, BLOCK_D), zero out of bounds.
-
-    The pointer and HEAD_DIM must be multiples of 16 bytes.
-    """
-    return tl.make_tensor_descriptor(pointer, [length, HEAD_DIM], [HEAD_DIM, 1], [BLOCK, BLOCK_D])
-
-
-@triton.jit
-def load_tile(
-    pointer,
-    start,
-    length,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds.
-
-    Without RAGGED all rows must exist.
-    """
-    pointers = pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D)
-    if RAGGED or BLOCK_D != HEAD_DIM:
-        return tl.load(
-            pointers, mask=in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, RAGGED), other=0.0
-        )
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def load_rows(pointer, start, length, other, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """One float32 per row, (BLOCK,); `other` beyond the end."""
-    rows = start + tl.arange(0, BLOCK)
-    if RAGGED:
-        return tl.load(pointer + rows, mask=rows < length, other=other)
-    else:
-        return tl.load(pointer + rows)
-
-
-@triton.jit
-def store_tile(
-    pointer,
-    values,
-    start,
-    length,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Store the rows and dimensions that exist, rounded to the dtype of the pointer."""
-    BLOCK: tl.constexpr = values.shape[0]
-    values = round_to(values, pointer.dtype.element_ty, INTERPRETED)
-    exists = in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, True)
-    tl.store(pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D), values, mask=exists)
-
-
-@triton.jit
-def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Convert x to `dtype`.
-
-    The interpreter's bfloat16 can neither round nor be multiplied: there, round by hand and stay in
-    float32.
-    """
-    if not INTERPRETED:
-        return x.to(dtype)
-    elif dtype == tl.bfloat16:
-        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # to nearest, ties to even
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def dot(a, b, accumulator, dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """accumulator + a b, with operands rounded to `dtype`.
-
-    PRECISION matters for float32 only.
-    """
-    a = round_to(a, dtype, INTERPRETED)
-    b = round_to(b, dtype, INTERPRETED)
-    return tl.dot(a, b, accumulator, input_precision=PRECISION)
-
-
-@triton.constexpr_function
-def edge(block):
-    """Size of the blocks at the edges; 16 is the least that `tl.dot` takes."""
-    return max(16, block // 2)
-
-
-@triton.jit
-def is_visible(
-    q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """Mask of the keys that each query of a tile sees, in one comparison.
-
-    (BLOCK_Q, BLOCK_K) or (1, BLOCK_K).
-    """
-    columns = tl.arange(0, BLOCK_K)[None, :]
-    if CAUSAL:
-        return columns < tl.minimum(q_start + 1 + tl.arange(0, BLOCK_Q), keys)[:, None] - k_start
-    else:
-        return columns < keys - k_start
-
-
-@triton.jit
-def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """Ends of the key blocks that need no mask, and of the visible keys."""
-    if CAUSAL:
-        return tl.minimum(q_start, keys) // BLOCK_K * BLOCK_K, tl.minimum(q_start + BLOCK_Q, keys)
-    else:
-        return keys // BLOCK_K * BLOCK_K, keys
+def _add_block(
+    accumulator, row_max, row_sum, scores, v, exponent_scale,
+    dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Update the online softmax with the scores and values of a block of keys."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * exponent_scale)
+    probabilities = tl.exp2(scores * exponent_scale - new_max[:, None])  # not normalized yet
+    # To rescale only where the maximum grew by more than 8 takes a branch. Triton 3.7 then waits
+    # for all products at the end of a trip, which costs more than the multiplications.
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(probabilities, 1)
+    accumulator = accumulator * rescale[:, None]
+    accumulator = dot(probabilities, v, accumulator, dtype, PRECISION, INTERPRETED)
+    return accumulator, new_max, row_sum
 
 
 @triton.jit
@@ -216,30 +87,54 @@ def _forward_blocks(
 
     `k_source` and `v_source` are descriptors if WARP_SPECIALIZE is 2, else pointers.
     """
-    dtype: tl.constexpr = q.dtype
     for k_start in tl.range(first, last, BLOCK_K, warp_specialize=WARP_SPECIALIZE > 0):
         if WARP_SPECIALIZE == 2:
             k = k_source.load([k_start, 0])
         else:
             k = load_tile(k_source, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        scores = dot(
-            q, tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED
-        )
+        scores = _scores(q, k, BLOCK_Q, BLOCK_K, PRECISION, INTERPRETED)
         if MASKED:
             scores = tl.where(
                 is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), scores, -float("inf")
             )
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * exponent_scale)
-        probabilities = tl.exp2(scores * exponent_scale - new_max[:, None])  # not normalized yet
-        rescale = tl.exp2(row_max - new_max)
-        row_max = new_max
-        row_sum = row_sum * rescale + tl.sum(probabilities, 1)
         if WARP_SPECIALIZE == 2:
             v = v_source.load([k_start, 0])
         else:
             v = load_tile(v_source, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        accumulator = accumulator * rescale[:, None]
-        accumulator = dot(probabilities, v, accumulator, dtype, PRECISION, INTERPRETED)
+        accumulator, row_max, row_sum = _add_block(
+            accumulator, row_max, row_sum, scores, v, exponent_scale,
+            q.dtype, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    return accumulator, row_max, row_sum
+
+
+@triton.jit
+def _full_blocks_ahead(
+    accumulator, row_max, row_sum, q, k_ptr, v_ptr, last, keys, exponent_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Update the online softmax with the full blocks up to `last`, each block's scores one ahead.
+
+    The compiler moves the softmax between the start of the next scores and the wait for them.
+    """
+    dtype: tl.constexpr = q.dtype
+    if last > 0:
+        k = load_tile(k_ptr, 0, keys, BLOCK_K, HEAD_DIM, BLOCK_D, False)
+        scores = _scores(q, k, BLOCK_Q, BLOCK_K, PRECISION, INTERPRETED)
+        for k_start in range(0, last - BLOCK_K, BLOCK_K):
+            k = load_tile(k_ptr, k_start + BLOCK_K, keys, BLOCK_K, HEAD_DIM, BLOCK_D, False)
+            next_scores = _scores(q, k, BLOCK_Q, BLOCK_K, PRECISION, INTERPRETED)
+            v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, False)
+            accumulator, row_max, row_sum = _add_block(
+                accumulator, row_max, row_sum, scores, v, exponent_scale,
+                dtype, PRECISION, INTERPRETED,
+            )  # fmt: skip
+            scores = next_scores
+        v = load_tile(v_ptr, last - BLOCK_K, keys, BLOCK_K, HEAD_DIM, BLOCK_D, False)
+        accumulator, row_max, row_sum = _add_block(
+            accumulator, row_max, row_sum, scores, v, exponent_scale, dtype, PRECISION, INTERPRETED
+        )
     return accumulator, row_max, row_sum
 
 
@@ -249,7 +144,7 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr = 0,
+    WARP_SPECIALIZE: tl.constexpr = 0, AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
     """One program: the output and the logsumexp in base 2 of BLOCK_Q queries."""
     q_start, head = program(queries, BLOCK_Q, LAST_FIRST=CAUSAL)
@@ -271,7 +166,12 @@ def forward_kernel(
     # Every query sees the first key of the first block visited: row_max is finite from there on.
     full_end, visible_end = key_ranges(q_start, keys, BLOCK_Q, BLOCK_K, CAUSAL)
     EDGE_K: tl.constexpr = edge(BLOCK_K)
-    if WARP_SPECIALIZE == 0:
+    if AHEAD:
+        accumulator, row_max, row_sum = _full_blocks_ahead(
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, keys, exponent_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    elif WARP_SPECIALIZE == 0:
         accumulator, row_max, row_sum = _forward_blocks(
             accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys,
             exponent_scale,

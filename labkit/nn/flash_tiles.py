@@ -21,8 +21,8 @@ DESCRIPTOR_ALIGNMENT = 16
 class Tile(NamedTuple):
     """Sizes a kernel is compiled for: block_q queries by block_k keys; warps and pipeline stages.
 
-    `specialize` above 0: separate warps load tiles in the forward kernel's main loop, with 2 by
-    tensor descriptors.
+    Of the forward kernel's main loop: with `specialize` above 0 separate warps load tiles, with 2
+    by tensor descriptors; with `ahead` scores are computed one block ahead.
     """
 
     block_q: int
@@ -30,11 +30,12 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     specialize: int = 0
+    ahead: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.block_q}x{self.block_k} {self.warps}w"
-            f" {self.stages}s{' special' * bool(self.specialize)}"
+            f" {self.stages}s{' special' * bool(self.specialize)}{' ahead' * self.ahead}"
         )
 
     @property
@@ -45,13 +46,17 @@ class Tile(NamedTuple):
     def constants(self) -> dict[str, int]:
         """Compile-time arguments of a kernel."""
         blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
-        return blocks | ({"WARP_SPECIALIZE": self.specialize} if self.specialize else {})
+        if self.specialize:
+            blocks["WARP_SPECIALIZE"] = self.specialize
+        if self.ahead:
+            blocks["AHEAD"] = self.ahead
+        return blocks
 
 
 DELTA_TILE = Tile(64, 0, 4, 1)
 """`delta_kernel` reads two tiles and adds: its size matters little."""
 INTERPRETER_TILES = {
-    "forward": Tile(64, 32, 4, 1),
+    "forward": Tile(64, 32, 4, 1, ahead=1),
     "grad_kv": Tile(32, 64, 4, 1),
     "grad_q": Tile(64, 32, 4, 1),
 }
