@@ -194,7 +194,6 @@ def _row(one: "Change", machine: "Machine", common: str | None) -> tuple[str, ..
 def describe_peak_share(one: "Change", machine: "Machine") -> str:
     """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a
     declared peak."""
-    from labkit.scaling.constants import load_constants
     from labkit.scaling.hardware import find_hardware
 
     if one.quantity != "matmul bfloat16" or not one.place.endswith("cuda") or math.isnan(one.rate):
@@ -203,9 +202,9 @@ def describe_peak_share(one: "Change", machine: "Machine") -> str:
         gpu = find_hardware(machine.gpus[0].name)
     except (IndexError, ValueError):  # no GPU, or none that is declared
         return ""
-    share = f", {100 * one.rate / gpu.peak_tflops / 1e12:.0f}% of the peak"
-    published = load_constants().table["matmul_ceiling"].get(gpu.architecture)
-    return share + (f" (published: up to {100 * published:.0f}%)" if published else "")
+    share = one.rate / 1e12 / gpu.peak_tflops
+    published = gpu.matmul_tflops / gpu.peak_tflops
+    return f", {100 * share:.0f}% of the peak (published: up to {100 * published:.0f}%)"
 
 
 def notebook(
