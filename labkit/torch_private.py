@@ -152,3 +152,16 @@ def fake_tensor_mode(**options: Any) -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(**options)
+
+
+def write_memory_snapshot(run: Callable[[], Any], path: str) -> None:
+    """Write the allocations of a call on CUDA as a pickle for pytorch.org/memory_viz.
+
+    The recording of stacks, and the file, have no public name.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+    try:
+        run()
+        torch.cuda.memory._dump_snapshot(path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,6 +1,7 @@
 """Worker of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
+from labkit.lab.project import runs_directory
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows
 from labkit.studies.shared.alternatives import check_and_time
+from labkit.torch_private import write_memory_snapshot
 
 MEASURED = "measured"
 COUNTED = "counted"
@@ -105,11 +108,24 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
             with record.window(str(repeat)):
                 run()
             step.drop_gradients()
+        # Once per configuration, and not while a peak is measured: recording takes memory.
+        if record.is_cuda and phase == FULL_STEP:
+            _write_snapshot(point, run)
         del step, run
     peaks = list(record.peaks.values())
     yield {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks} | predict_peak(
         point, phase
     )
+
+
+def _write_snapshot(point: MemoryPoint, run: Callable[[], Any]) -> None:
+    """Write what a step allocates beside the runs, for pytorch.org/memory_viz."""
+    folder = runs_directory() / "memory"
+    name = f"{point.size}-batch-{point.batch}-{point.precision}-{point.id}.pickle"
+    # An extra: the point's peaks are measured, and stand without it.
+    with suppress(Exception):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_memory_snapshot(run, str(folder / name))
 
 
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
