@@ -44,15 +44,22 @@ def launch(
     "forward": output (..., Q, D) and base-2 logsumexp (..., Q) of q, k, v. "grad_q", "grad_kv": dQ,
     or dK and dV, of q, k, v, dO, the logsumexp and delta. With `compile_only` nothing runs.
     """
-    results = [torch.empty_like(x) for x in (inputs[1:3] if name == "grad_kv" else inputs[:1])]
+    q, k, v = inputs[:3]
+    results = [torch.empty_like(q)]  # the output, or dQ
+    if name == "grad_kv":
+        results = [torch.empty_like(k), torch.empty_like(v)]
     if name == "forward":
         results.append(results[0].new_empty(results[0].shape[:-1], dtype=torch.float32))
-    q, k = inputs[:2]
     queries = q.shape[-2]
     keys = k.shape[-2]
     head_dim = q.shape[-1]
     group = query_group(q, k)
-    owner, block = (k, "BLOCK_K") if name == "grad_kv" else (q, "BLOCK_Q")
+    # One program for every block of queries of every head; for dK and dV, of keys.
+    owner = q
+    block = "BLOCK_Q"
+    if name == "grad_kv":
+        owner = k
+        block = "BLOCK_K"
     length = owner.shape[-2]
     heads = owner.numel() // (length * head_dim)
 

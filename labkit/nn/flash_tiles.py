@@ -75,15 +75,13 @@ def tiles_for(
     memory, and tensor cores so slow that smaller tiles reach their peak. Tiles loaded by
     descriptors need rows of a multiple of 16 bytes.
     """
-    gpu = {9: "Hopper", 10: "Blackwell"}.get(
-        capability[0], "A100" if capability == (8, 0) else "other"
-    )
-    key = [
-        gpu,
-        "float32" if dtype == torch.float32 else "half",
-        kernel,
-        str(max(32, triton.next_power_of_2(head_dim))),
-    ]
+    gpu = {9: "Hopper", 10: "Blackwell"}.get(capability[0], "other")
+    if capability == (8, 0):
+        gpu = "A100"
+    # Kernels pad a head dimension to a power of two; 16 takes the tiles of 32.
+    padded = max(32, triton.next_power_of_2(head_dim))
+    precision = "float32" if dtype == torch.float32 else "half"
+    key = [gpu, precision, kernel, str(padded)]
     is_aligned = head_dim * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0
     with Path(__file__).with_name("flash_tiles.csv").open() as file:
         tiles = [
