@@ -260,8 +260,8 @@ def pretended_gpu():
         "memory_stats": lambda device=None: {
             f"requested_bytes.all.{at}": count() for at in ("current", "peak")
         },
-        "get_rng_state": torch.get_rng_state,
-        "set_rng_state": torch.set_rng_state,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
         "manual_seed": lambda seed: None,
         "device_of": lambda tensor: nullcontext(),
     }
