@@ -20,6 +20,7 @@ from rich.text import Text
 
 from labkit.check.commands import check, hand_in, notebook
 from labkit.check.compare_command import compare
+from labkit.check.try_command import try_training
 from labkit.lab import project
 from labkit.lab.advise.command import advise
 from labkit.lab.commands.console import (
@@ -36,7 +37,6 @@ from labkit.lab.commands.console import (
 from labkit.lab.commands.predict import predict
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_lab
-from labkit.studies.your_training.command import try_training
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

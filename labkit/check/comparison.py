@@ -139,20 +139,35 @@ def _judge(
     levels = by_run.median().where(by_run.count() >= MIN_SESSIONS).reindex(range(n_runs + 1))
     deviations = sessions.sub(levels, level="run").abs().groupby(level="run").median()
     explained = ((ERROR_OVER_MAD * deviations) ** 2 / by_run.count()).mean()
+    # The noise within a round is no change either.
+    table = judge_levels(levels.T, explained, current.noise.reindex(names), n_compared=n_compared)
+    whole = current.medians - pd.concat([one.medians for one in earlier], axis=1).mean(axis=1)
+    return table.assign(shared=np.exp(whole.reindex(names)) / table["ratio"])
+
+
+def judge_levels(
+    levels: pd.DataFrame, explained: pd.Series, noise: pd.Series, *, n_compared: int
+) -> pd.DataFrame:
+    """Compare the last run with those before it; return ratio, interval and verdict by quantity.
+
+    Args:
+        levels: logarithms of seconds, one row per quantity and one column per run; NaN if a run
+            lacks it.
+        explained: variance of a level that its repeats explain, by quantity.
+        noise: changes up to this logarithm are none, by quantity.
+        n_compared: quantities of the whole comparison, for which the intervals hold together.
+    """
     table = compare_levels(
-        levels.iloc[:-1].T, levels.iloc[-1:].T, explained, drift=DRIFT, n_compared=n_compared
+        levels.iloc[:, :-1], levels.iloc[:, -1:], explained, drift=DRIFT, n_compared=n_compared
     )
     change = table["change"]
-    # The noise within a round, and differences that nobody would act on, are no change either.
-    noise = current.noise.reindex(names)
+    # Differences that nobody would act on are no change.
     least = np.maximum(table["reach"], np.maximum(noise, math.log1p(MIN_RELEVANT_DIFFERENCE)))
-    whole = current.medians - pd.concat([one.medians for one in earlier], axis=1).mean(axis=1)
     logs = {
         "ratio": change,
         "low": change - table["reach"],
         "high": change + table["reach"],
         "smallest_change": least,
-        "shared": whole.reindex(names) - change,
     }
     verdict = np.select([change > least, change < -least], ["slower", "faster"], "no change shown")
     return np.exp(pd.DataFrame(logs)).assign(verdict=verdict)

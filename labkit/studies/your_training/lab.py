@@ -63,7 +63,7 @@ MAX_HOLDERS = 8
 
 FOUND = (
     *("model", "n_parameters", "dtype", "device", "batch_shape", "optimizer", "has_own_optimizer"),
-    *("batches", "loader_workers", "without_gradient", "flops", "threads"),
+    *("batches", "loader_workers", "without_gradient", "flops"),
 )
 
 
@@ -176,7 +176,9 @@ def gains(results: Results) -> pd.DataFrame:
 
 
 def code(results: Results) -> str:
-    """The changes that pay, as Python to paste, each with what it gains."""
+    """The changes that pay, as Python to paste, each with what it gains; none of a busy run."""
+    if results.is_busy:
+        return "# the machine was busy: measure again before you change anything\n"
     table = gains(results)
     table = table[(table["verdict"] == "faster") & (table["change"] != TOGETHER)]
     blocks = []

@@ -106,7 +106,8 @@ class Bench:
             samples = time_parts_interleaved({YOURS: loop.parts}, device=device, **options)[YOURS]
             steps = [sum(parts) for parts in zip(*(samples[part] for part in PARTS), strict=True)]
             for part, seconds in (*samples.items(), (STEP, steps)):
-                yield {"kind": "part", "part": part, "seconds": seconds}
+                threads = torch.get_num_threads()
+                yield {"kind": "part", "part": part, "seconds": seconds, "threads": threads}
             if device.type == "cpu":
                 n_steps = max(3, round(LINES_S / float(np.median(steps))))
                 yield from ({"kind": "line"} | row for row in line_rows(loop, n_steps))
@@ -213,6 +214,5 @@ def describe_training(training: Training, batch: Any, without: list[str]) -> dic
         "loader_workers": getattr(loader, "num_workers", 0),
         "device": str(training.device),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
         "without_gradient": ", ".join(without),
     }

@@ -16,10 +16,11 @@ from labkit.lab.commands.console import (
     progress,
 )
 from labkit.lab.config import ParameterError, parse_assignments
-from labkit.lab.project import runs_directory
+from labkit.lab.project import path_from_here, runs_directory
 from labkit.lab.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
+    from labkit.check.trainings import TrainingChange
     from labkit.lab.runs.progress import Progress
     from labkit.lab.runs.store import Run
 
@@ -41,12 +42,20 @@ def try_training(
     apply: Annotated[
         bool, typer.Option("--apply", help="Print the changes that pay, as Python.")
     ] = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Add this run to the baseline of this training.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
     ] = False,
 ) -> None:
-    """Measure your own training, and try changes to it: right first, then how much faster."""
+    """Measure your own training, and try changes to it: right first, then how much faster.
+
+    Exit status: 0; 1 if a busy run was not saved; 3 if a step is slower than its baseline by more
+    than 5%.
+    """
     # torch, which takes seconds to import
+    from labkit.check.trainings import compare_with_baseline, save_training
     from labkit.lab.runs.measure import measure
     from labkit.studies.your_training import lab
 
@@ -64,12 +73,21 @@ def try_training(
         )
     if reason := refusal(run):
         raise ParameterError(reason)
+    change = None if save or run.is_busy else compare_with_baseline(run)
     summary.finish(run)
+    if change is not None:
+        summary.print_change(change)
     if as_json:
         (found,) = json.loads(lab.found(run.results()).to_json(orient="records"))
-        print_json("try", numbers(run), run=str(run.path), found=found)
+        print_json("try", numbers(run, change), run=str(run.path), found=found)
     if apply:
         print(lab.code(run.results()), end="")
+    if save and run.is_busy:
+        err.print("no baseline was saved: the machine was busy; save it while it is quiet")
+        raise typer.Exit(1)
+    if save:
+        err.print(f"baseline: {path_from_here(save_training(run))}")
+    raise typer.Exit(3 if change is not None and change.is_slower else 0)
 
 
 def refusal(run: "Run") -> str | None:
@@ -102,7 +120,8 @@ class Summary:
         """Print the changes, why others were not measured, and where the run is."""
         from labkit.studies.your_training import lab
 
-        self.print_step(run.name)
+        if not self._has_step:
+            _print_step(self._console, run)
         table = lab.gains(run.results())
         if len(table):
             self._console.print("changes, each in turns with yours, gradients compared:")
@@ -122,6 +141,27 @@ class Summary:
         if run.is_busy:
             self._console.print("busy machine: measure again before you change anything")
         self._console.print(f"page     labkit report --run {run.name}")
+
+    def print_change(self, change: "TrainingChange") -> None:
+        """Print what changed since the baseline, and what may explain it."""
+        newest = change.baseline[-1].header.started
+        about = f"since the baseline ({len(change.baseline)}, the newest of {newest:%Y-%m-%d})"
+        if change.blockers:
+            reasons = ", ".join(map(str, change.blockers))
+            self._console.print(f"{about}: not comparable: {reasons}")
+            return
+        others = ", ".join(map(str, change.differences)) or "the same software"
+        self._console.print(f"{about}: {others}; the machine is the same")
+        rows = []
+        for part, row in change.parts.iterrows():
+            ends = f"[{percent(row['low'])}, {percent(row['high'])}]"
+            rows.append((f"  {part}", f"{percent(row['ratio'])} longer {ends}", row["verdict"]))
+        print_table(rows, console=self._console)
+
+
+def percent(ratio: float) -> str:
+    """Word what a ratio adds to one: 1.12 is "12%"."""
+    return f"{100 * (ratio - 1):.0f}%"
 
 
 def _print_step(console: Any, run: "Run") -> None:
@@ -173,8 +213,11 @@ def describe_found(found: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
-def numbers(run: "Run") -> Iterator[dict[str, Any]]:
-    """Yield the parts of the step, then the answers with the ratios behind them."""
+def numbers(run: "Run", change: "TrainingChange | None") -> Iterator[dict[str, Any]]:
+    """Yield the parts of the step, then the answers with the ratios behind them.
+
+    Then the parts' ratios to the baseline.
+    """
     from labkit.studies.your_training.lab import LAB, parts
 
     at = run.header.started
@@ -182,3 +225,7 @@ def numbers(run: "Run") -> Iterator[dict[str, Any]]:
         ends = {"low": row["low"], "high": row["high"]}
         yield number(row["part"], row["seconds"], "s", **ends, measured=at)
     yield from answer_numbers(LAB, run)
+    for part, row in change.parts.iterrows() if change is not None else ():
+        ends = {"low": row["low"], "high": row["high"]}
+        facts = {"validity": row["verdict"], "measured": at}
+        yield number(f"{part} since the baseline", row["ratio"], "ratio", **ends, **facts)

@@ -1,0 +1,115 @@
+"""A baseline of a reader's own training: saved runs of `labkit try`, and what changed since.
+
+The parts of a step are compared as the quantities of `labkit check` are. Another processor or other
+cores forbid a comparison; another torch or system is named beside what changed.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.check import TOLERANCE
+from labkit.check.checking import baseline_folder
+from labkit.check.comparison import ERROR_OVER_MAD, judge_levels
+from labkit.check.facts import Difference, differences
+from labkit.lab.project import write_file
+from labkit.lab.runs.store import Run, RunFileError
+from labkit.studies.your_training.lab import LAB, PART
+
+
+@dataclass(frozen=True)
+class TrainingChange:
+    """What changed between a training's baseline and a new run of it."""
+
+    baseline: Sequence[Run]
+    differences: Sequence[Difference]
+    """Facts in which the new run differs from the newest of the baseline."""
+    parts: pd.DataFrame
+    """By part: `ratio` of seconds now to then, `low`, `high`, `smallest_change`, `verdict`. Empty
+    if a difference forbids to compare."""
+
+    @property
+    def blockers(self) -> list[Difference]:
+        """Differences of the machine: its times are those of another machine."""
+        return [one for one in self.differences if one.forbids]
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether a part, or the step, is slower by more than the tolerance of a check."""
+        slower = self.parts[self.parts["verdict"] == "slower"]
+        return bool((slower["ratio"] > 1 + TOLERANCE).any())
+
+
+def compare_with_baseline(run: Run) -> TrainingChange | None:
+    """Compare a run with this machine's saved runs of the same setup; None if there are none."""
+    baseline = load_trainings(run)
+    if not baseline:
+        return None
+    found = differences(baseline[-1], run)
+    parts = pd.DataFrame(columns=["ratio", "verdict"])
+    if not _is_moved(baseline[-1], run):
+        parts = compare_parts(baseline, run)
+    return TrainingChange(baseline, found, parts)
+
+
+def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:
+    """Return the change of each part of a step from the runs of a baseline to a new one."""
+    samples = [PART.samples(one.frame()) for one in (*baseline, run)]
+    logs = [one.assign(log=np.log(one["seconds"])).groupby("part")["log"] for one in samples]
+    levels = pd.concat([one.median() for one in logs], axis=1, keys=range(len(logs)))
+    explained = pd.concat([one.agg(_median_variance) for one in logs], axis=1).mean(axis=1)
+    noise = pd.Series(0.0, index=levels.index)
+    return judge_levels(levels, explained, noise, n_compared=len(levels))
+
+
+def _median_variance(logs: pd.Series) -> float:
+    """Variance of the median of repeats."""
+    deviation = float((logs - logs.median()).abs().median())
+    return (ERROR_OVER_MAD * deviation) ** 2 / len(logs)
+
+
+def trainings_folder(run: Run) -> Path:
+    """Folder of the baselines of trainings on the machine of a run."""
+    return baseline_folder(run.header.machine) / LAB.name
+
+
+def load_trainings(run: Run) -> list[Run]:
+    """Return the saved runs of the same setup and arguments, the newest last.
+
+    Only those of the newest's machine and torch: their spread is the machine's drift.
+    """
+    saved = []
+    for path in sorted(trainings_folder(run).glob("*.jsonl")):
+        with suppress(RunFileError):  # another version of labkit may have written it
+            saved.append(Run.load(path))
+    saved = [one for one in saved if _setup_of(one) == _setup_of(run)]
+    if not saved:
+        return []
+    newest = saved[-1]
+    return [one for one in saved if _torch(one) == _torch(newest) and not _is_moved(newest, one)]
+
+
+def _setup_of(run: Run) -> list[Any]:
+    """File, function and arguments."""
+    point = next(iter(run.header.planned.values()))
+    return [point["file"], point["arguments"]]
+
+
+def _torch(run: Run) -> str | None:
+    return run.header.machine.versions.get("torch")
+
+
+def _is_moved(before: Run, run: Run) -> bool:
+    return any(one.forbids for one in differences(before, run))
+
+
+def save_training(run: Run) -> Path:
+    """Add a run to the baseline of its training; return the file."""
+    path = trainings_folder(run) / run.path.name
+    write_file(path, run.path.read_bytes())
+    return path

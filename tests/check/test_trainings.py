@@ -1,0 +1,116 @@
+"""A baseline of a reader's own training: what counts as a change of it, and what forbids one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from labkit.__main__ import app
+from labkit.check.trainings import compare_with_baseline, load_trainings, save_training
+from labkit.lab.project import recorded_directory
+from labkit.lab.runs.store import Run
+
+DRIFT = 0.01
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+
+
+def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None):
+    """The recorded run as another day would have it: each part a little faster or slower."""
+    (path,) = (recorded_directory() / "your_training").glob("*.jsonl")
+    run = Run.load(path)
+    rng = np.random.default_rng(number)
+    rows = []
+    for row in run.rows:
+        if row.values.get("kind") == "part":
+            factor = np.exp(rng.normal(0, DRIFT)) * (slower or {}).get(row.values["part"], 1.0)
+            seconds = [factor * one for one in row.values["seconds"]]
+            row = row.model_copy(update={"values": row.values | {"seconds": seconds}})
+        rows.append(row)
+    machine = run.header.machine
+    versions = machine.versions | ({"torch": torch} if torch else {})
+    machine = machine.model_copy(update={"versions": versions, "cpu": cpu or machine.cpu})
+    planned = {
+        id: point | {"file": file or point["file"]} for id, point in run.header.planned.items()
+    }
+    header = run.header.model_copy(update={"machine": machine, "planned": planned})
+    written = Path(tmp_path) / f"run-{number:03}.jsonl"
+    lines = [header, *rows, *run.ends.values()]
+    written.write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
+    return Run.load(written)
+
+
+def test_an_unchanged_training_is_rarely_said_to_have_changed(tmp_path):
+    for number in range(3):
+        save_training(run_of(tmp_path, number))
+    verdicts = [
+        verdict
+        for number in range(100, 120)
+        for verdict in compare_with_baseline(run_of(tmp_path, number)).parts["verdict"]
+    ]
+    assert sum(verdict != "no change shown" for verdict in verdicts) <= 2  # of 100
+
+
+def test_a_slower_part_is_named_with_its_size(tmp_path):
+    for number in range(4):
+        save_training(run_of(tmp_path, number))
+    change = compare_with_baseline(run_of(tmp_path, 50, slower={"backward": 1.3}))
+    assert list(change.parts.index[change.parts["verdict"] == "slower"]) == ["backward"]
+    backward = change.parts.loc["backward"]
+    assert backward["low"] < 1.3 < backward["high"]
+    assert change.is_slower
+
+
+def test_another_torch_is_compared_and_named_and_another_processor_is_not(tmp_path):
+    save_training(run_of(tmp_path, 1))
+    upgraded = compare_with_baseline(run_of(tmp_path, 2, torch="99.0", slower={"forward": 3.0}))
+    assert [one.name for one in upgraded.differences] == ["torch"]
+    assert upgraded.parts.loc["forward", "verdict"] == "slower"
+    moved = compare_with_baseline(run_of(tmp_path, 3, cpu="Another"))
+    assert [one.name for one in moved.blockers] == ["processor"]
+    assert moved.parts.empty
+    assert not moved.is_slower
+
+
+def test_a_baseline_belongs_to_a_setup_and_to_the_newest_torch(tmp_path):
+    assert compare_with_baseline(run_of(tmp_path, 1)) is None
+    for number, about in enumerate([{}, {"file": "/a.py:setup"}, {"torch": "99.0"}]):
+        save_training(run_of(tmp_path, number, **about))
+    names = [run.name for run in load_trainings(run_of(tmp_path, 9))]
+    assert names == ["run-002"]
+    assert len(load_trainings(run_of(tmp_path, 9, file="/a.py:setup"))) == 1
+
+
+def carry_out(monkeypatch, run, *options):
+    """`labkit try` with a run that is measured already."""
+    monkeypatch.setattr("labkit.lab.runs.measure.measure", lambda *_, **__: run)
+    return CliRunner().invoke(app, ["try", "train.py:setup", *options])
+
+
+def test_the_command_saves_a_baseline_and_ends_with_status_3_if_a_step_is_slower(
+    monkeypatch, tmp_path
+):
+    for number in range(4):
+        assert carry_out(monkeypatch, run_of(tmp_path, number), "--save").exit_code == 0
+    assert len(load_trainings(run_of(tmp_path, 9))) == 4
+    slower = run_of(tmp_path, 50, slower={"backward": 1.4}, torch="99.0")
+    outcome = carry_out(monkeypatch, slower)
+    assert outcome.exit_code == 3
+    assert "-> 99.0" in outcome.stdout
+    document = json.loads(carry_out(monkeypatch, slower, "--json").stdout)
+    ratios = {one["name"]: one for one in document["numbers"]}
+    assert ratios["backward since the baseline"]["validity"] == "slower"
+    assert ratios["input since the baseline"]["validity"] == "no change shown"
+    assert ratios["your_training.changes"]["verdict"] == "yes"
+    assert document["found"]["optimizer"] == "AdamW"
+
+
+def test_the_command_prints_changes_that_pay_as_python(monkeypatch, tmp_path):
+    outcome = carry_out(monkeypatch, run_of(tmp_path, 1), "--apply")
+    compile(outcome.stdout, "applied", "exec")
+    assert "num_workers=2" in outcome.stdout
