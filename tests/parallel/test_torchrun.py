@@ -19,7 +19,7 @@ from labkit.lab.config import ParameterError
 from labkit.lab.runs.measure import resume
 from labkit.lab.runs.store import Run
 from labkit.parallel.launch import launch, run_ranks
-from labkit.parallel.ranks import torchrun
+from labkit.parallel.ranks import torchrun, worker
 from labkit.parallel.ranks.torchrun import describe_hosts, host_identity, label_hosts
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies import load_lab
@@ -309,6 +309,7 @@ def test_ranks_take_the_gpus_of_their_machine_in_turn(
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(worker, "cores_beside", lambda index: worker.ALL_CORES)
     assert use_device("cpu") == "cpu"
     assert use_device("cuda", rank) == device
     assert current == [device]
