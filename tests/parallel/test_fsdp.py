@@ -461,14 +461,14 @@ def test_all_gathers() -> list[str]:
         model = strategy(plain())
         expected = model(x).detach()
         unit = model._units[0]
-        receive = unit._receive_rows
-        unit._receive_rows = _lose_connection
+        receive = unit._all_gather
+        unit._all_gather = _lose_connection
         with torch.no_grad():
             for shard in model.parameters():
                 shard.mul_(1)
         # the second call must not take what the first left
         wrong += find_accepted([("no connection", partial(model, x))] * 2, OSError)
-        unit._receive_rows = receive
+        unit._all_gather = receive
         if not torch.equal(model(x), expected):
             wrong.append(f"{strategy}: wrong after a failed gather")
     model = _zero2(plain())

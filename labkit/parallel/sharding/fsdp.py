@@ -34,9 +34,9 @@ from torch.distributed.tensor import DTensor
 
 from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, describe_model
-from labkit.parallel.overlap import Channel
+from labkit.parallel.overlap import Channel, tensors_in
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.hooks import cast
+from labkit.parallel.sharding.hooks import OF_EVERY_MODULE, cast
 from labkit.parallel.sharding.partition import UnitMembers, Units, find_units, partition
 from labkit.parallel.sharding.sharded import (
     SHARD,
@@ -88,13 +88,17 @@ class FSDP(nn.Module):
     Build the optimizer from `parameters()`. If no rank has a gradient for a parameter, its `.grad`
     stays None. All ranks must run the same units in the same order, forward and backward. Within a
     unit they may use different parameters, of which the others add zeros. Unsharded parameters can
-    be read only while their unit runs. Hooks on shards see the mean gradient. torch.compile
-    compiles the model's code, not the gathers.
+    be read only while their unit runs, and not written to; a write to their `data` is lost. Hooks
+    on shards see the mean gradient. torch.compile compiles the model's code, not the gathers.
+
+    After an error on one rank alone, the other ranks' pass fails, too, and so does every later one.
+    To go on, wrap a new model, and load this one's `state_dict()`.
 
     Raises ValueError, on all ranks of the group, if no parameter is trainable, for invalid
     arguments, and for models or arguments that differ between ranks; in a forward pass, if
-    parameters were added, replaced, moved or cast; in backward, for sparse gradients. RuntimeError
-    if ranks run different units.
+    parameters were added, replaced, moved or cast; in backward, for sparse gradients. RuntimeError,
+    on all ranks, if they run different units: at the end of an evaluation or backward pass, or when
+    a message has another unit's name.
     """
 
     def __init__(
@@ -142,16 +146,18 @@ class FSDP(nn.Module):
         channel = Channel(group, device, transport)
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
-        self._units = [Unit(each, mesh, options, channel) for each in members_of_units]
+        collectives = list[str]()
+        self._units = [Unit(each, mesh, options, channel, collectives) for each in members_of_units]
         for each in module.modules():
             each.register_state_dict_post_hook(partial(_save_shards, self._shard))
             each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, BatchNorm):
                 _compute_in_own_dtype(each, compute_dtype)
-        self._state = FSDPState(self._units, options, channel, group, ignored)
+        self._state = FSDPState(self._units, options, channel, group, ignored, collectives)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        self._state.reset_forward()  # an interrupt may have ended a call of one of its modules
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
@@ -239,12 +245,34 @@ def _check(module: nn.Module, options: Options) -> None:
     check_shardable(module.named_parameters(), are_averaged=True)
     if len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1:
         raise ValueError("expected all parameters and buffers on one device")
+    _check_attributes(module)
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"expected parameters without hooks, and {name} has some: put them on parameters()"
                 " later"
             )
+
+
+def _check_attributes(module: nn.Module) -> None:
+    """Raise ValueError for parameters in other attributes than torch's: they would not be trained.
+
+    What closures and global variables hold cannot be found.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for path, each in module.named_modules():
+        if isinstance(each, nn.RNNBase):
+            continue  # its list of weights follows its parameters
+        for attribute, value in vars(each).items():
+            if attribute in OF_EVERY_MODULE:
+                continue
+            for tensor in tensors_in(value):
+                # Only parameters: a tensor that the model computed is no alias.
+                if isinstance(tensor, nn.Parameter) and tensor in names:
+                    raise ValueError(
+                        f"expected parameters in modules, and {f'{path}.{attribute}'.lstrip('.')}"
+                        f" holds {names[tensor]}: read the module's attribute in forward"
+                    )
 
 
 def _compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -19,20 +19,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.parallel.overlap import Channel, Wait
-from labkit.parallel.sharding.gather import (
-    local_rows,
-    plan_all_gather,
-    reduce_scatter_rows,
-    row_strides,
-    with_strides,
-)
-from labkit.parallel.sharding.partition import ManagedParameter, UnitMembers
-from labkit.parallel.sharding.sharded import accumulate_gradient, shard_parameter
-from labkit.torch_private import BatchNorm, foreach_copy_, set_version_counters
+from labkit.parallel.sharding.gather import local_rows, plan_all_gather, reduce_scatter_rows
+from labkit.parallel.sharding.parameter import UnitParameter
+from labkit.parallel.sharding.partition import UnitMembers
+from labkit.torch_private import foreach_copy_, set_version_counters
 
 # An operator, which the allocation ledger sees.
 _resize_storage = torch.ops.inductor.resize_storage_bytes_.default
@@ -50,89 +43,27 @@ class Options:
     transport: str
 
 
-class UnitParameter:
-    """A parameter, sharded and unsharded."""
-
-    def __init__(
-        self, managed: ManagedParameter, mesh: DeviceMesh, compute_dtype: torch.dtype | None
-    ) -> None:
-        value = managed.parameter.detach()
-        # BatchNorm computes in its own dtype, and integers have no other.
-        keeps_dtype = not value.is_floating_point() or any(
-            isinstance(owner, BatchNorm) for owner, _ in managed.owners
-        )
-        dtype = value.dtype
-        if compute_dtype is not None and not keeps_dtype:
-            dtype = compute_dtype
-        self.name = managed.name
-        self.owners = managed.owners
-        self.rank = mesh.get_local_rank()
-        self.world_size = mesh.size()
-        self.strides = row_strides(value)
-        self.all_rows = torch.empty_strided(
-            value.shape, self.strides, dtype=dtype, device=value.device
-        )
-        """The memory of `unsharded`, with a version counter of its own: messages raise it."""
-        rows = local_rows(value, self.rank, self.world_size).clone()
-        self.sharded = shard_parameter(managed.parameter, rows, mesh)
-        self.unsharded = nn.Parameter(
-            self.all_rows.data, value.is_floating_point() or value.is_complex()
-        )
-        # The attributes of the user's parameter, and where state dicts find its shard.
-        self.unsharded.__dict__.update(self.sharded.__dict__, sharded_parameter=self.sharded)
-        self.has_gradient = False
-        """It got a gradient in this backward pass."""
-        self.reduced: list[Tensor] = []
-        """This rank's rows of the mean gradient, once per reduce-scatter of this backward pass."""
-
-    @property
-    def local_rows(self) -> Tensor:
-        """This rank's rows in the memory of `unsharded`."""
-        return local_rows(self.all_rows, self.rank, self.world_size)
-
-    def set_on_modules(self, parameter: nn.Parameter) -> None:
-        for module, name in self.owners:
-            module._parameters[name] = parameter
-
-    def take_gradient(self, dtype: torch.dtype | None) -> Tensor:
-        """Remove and return the unsharded gradient, or zeros. ValueError for a sparse one."""
-        gradient = self.unsharded.grad
-        self.unsharded.grad = None
-        dtype = dtype or self.all_rows.dtype
-        if gradient is None:
-            # Another rank may have a gradient, and every rank takes part in the reduce-scatter.
-            zeros = torch.empty_strided(
-                self.all_rows.shape, self.strides, dtype=dtype, device=self.all_rows.device
-            )
-            return zeros.zero_()
-        if gradient.layout is not torch.strided:
-            raise ValueError(f"expected dense gradients, got a sparse one of {self.name}")
-        self.has_gradient = True
-        return with_strides(gradient.detach().to(dtype), self.strides)
-
-    def accumulate_reduced(self) -> None:
-        """Add the mean gradient of this backward pass to the shard's `grad`."""
-        if not self.reduced:
-            return
-        total, *others = [rows.to(self.sharded.dtype) for rows in self.reduced]
-        for rows in others:
-            total.add_(rows)
-        # Once, even if the unit was called twice: hooks on the shard see the whole gradient.
-        accumulate_gradient(self.sharded, total)
-
-
 class Unit:
     """Modules whose parameters are unsharded at the same time."""
 
     def __init__(
-        self, members: UnitMembers, mesh: DeviceMesh, options: Options, channel: Channel
+        self,
+        members: UnitMembers,
+        mesh: DeviceMesh,
+        options: Options,
+        channel: Channel,
+        collectives: list[str],
     ) -> None:
-        """Replace the modules' parameters by shards."""
+        """Replace the modules' parameters by shards.
+
+        `collectives`: of all units, in the order in which they start; a unit adds its own.
+        """
         self.name = members.name
         self.module = members.module
         self.modules = members.modules
         self._options = options
         self._channel = channel
+        self._collectives = collectives
         self.parameters = [
             UnitParameter(managed, mesh, options.compute_dtype) for managed in members.parameters
         ]
@@ -142,7 +73,7 @@ class Unit:
         """The modules have the unsharded parameters."""
         self.has_all_rows = False
         """The memory of the unsharded parameters is filled, or being filled."""
-        self._all_gather: Wait | None = None
+        self._all_gather_result: Wait | None = None
         """Waits for the all-gather in flight."""
         self._all_gathered_versions: list[tuple[int, ...]] = []
         self._may_step = False
@@ -152,9 +83,9 @@ class Unit:
         """Nodes of autograd that made its inputs, while its modules run."""
         all_rows = [parameter.all_rows for parameter in self.parameters]
         with torch.inference_mode(False):  # its buffers stay
-            self._receive_rows = plan_all_gather(self.name, all_rows, channel.transport)
+            self._all_gather = plan_all_gather(self.name, all_rows, channel.transport)
         self._to_sharded()
-        self._free_all_rows()
+        self._free_unsharded()
 
     # Parameters
 
@@ -169,7 +100,8 @@ class Unit:
             _resize_storage(parameter.all_rows, parameter.all_rows.nbytes)
         unsharded = tuple(parameter.unsharded for parameter in self.parameters)
         set_version_counters(unsharded, (0,) * len(unsharded))
-        self._all_gather = self._channel.start(self._run_all_gather)
+        self._collectives.append(f"all-gather of {self.name}")
+        self._all_gather_result = self._channel.start(self._copy_in_and_all_gather)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and give the modules the unsharded parameters."""
@@ -184,9 +116,10 @@ class Unit:
         """Give the modules their shards, and free the memory of the unsharded parameters."""
         if self.is_unsharded:
             self._to_sharded()
+        # The messages of one that was prefetched, and not used, are written to the memory.
+        self._wait_for_all_gather()
         if self.has_all_rows and not keep_memory:
-            self._wait_for_all_gather()  # its messages are written to the memory
-            self._free_all_rows()
+            self._free_unsharded()
 
     def sync_requires_grad(self) -> None:
         """Freeze and thaw the unsharded parameters as the user did the shards."""
@@ -217,24 +150,43 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether what was gathered may differ from the shards."""
         has_gradients = any(parameter.sharded.grad is not None for parameter in self.parameters)
-        return self._may_step or has_gradients or self.is_changed
+        if self._may_step or has_gradients or self.is_changed:
+            return True
+        # Last, since it waits for a GPU: torch's foreach operators raise no version.
+        with torch.no_grad():
+            return not all(
+                torch.equal(
+                    parameter.all_gather_input,
+                    parameter.sharded._local_tensor.to(parameter.all_rows.dtype),
+                )
+                for parameter in self.parameters
+            )
 
-    def _run_all_gather(self) -> None:
+    def check_unsharded(self) -> None:
+        """Raise RuntimeError if an unsharded parameter was changed: its shard would not be."""
+        for parameter in self.parameters:
+            if parameter.unsharded._version:
+                raise RuntimeError(
+                    f"{parameter.name} was changed in place in a forward pass: change parameters()"
+                    " between passes"
+                )
+
+    def _copy_in_and_all_gather(self) -> None:
         foreach_copy_(
-            [parameter.local_rows for parameter in self.parameters],
+            [parameter.all_gather_input for parameter in self.parameters],
             [parameter.sharded._local_tensor for parameter in self.parameters],
         )
-        self._receive_rows()
+        self._all_gather()
 
     def _wait_for_all_gather(self) -> None:
-        if self._all_gather is None:
+        if self._all_gather_result is None:
             return
-        wait = self._all_gather
-        self._all_gather = None
+        wait = self._all_gather_result
+        self._all_gather_result = None
         try:
             wait()
         except Exception:
-            self._free_all_rows()  # what a failed one leaves is not the parameters
+            self._free_unsharded()  # what a failed one leaves is not the parameters
             raise
 
     def _to_sharded(self) -> None:
@@ -242,7 +194,7 @@ class Unit:
         for parameter in self.parameters:
             parameter.set_on_modules(parameter.sharded)
 
-    def _free_all_rows(self) -> None:
+    def _free_unsharded(self) -> None:
         self.has_all_rows = False
         if self.parameters:
             for parameter in self.parameters:
@@ -256,6 +208,16 @@ class Unit:
     @property
     def has_unreduced_gradients(self) -> bool:
         return any(parameter.unsharded.grad is not None for parameter in self.parameters)
+
+    @property
+    def sparse_gradients(self) -> list[str]:
+        """Names of the parameters that got a sparse gradient in this backward pass."""
+        return [
+            parameter.name
+            for parameter in self.parameters
+            if parameter.has_sparse_gradient
+            or getattr(parameter.unsharded.grad, "layout", torch.strided) is not torch.strided
+        ]
 
     def post_backward(self) -> None:
         """Reshard, and start to reduce-scatter the gradients. A collective."""
@@ -273,6 +235,7 @@ class Unit:
                 (gradient, parameter.reduced[-1])
                 for parameter, gradient in zip(self.trained, gradients, strict=True)
             ]
+            self._collectives.append(f"reduce-scatter of {self.name}")
             self._reduce_scatters.append(
                 self._channel.start(
                     partial(reduce_scatter_rows, self.name, pairs, self._channel.transport)
@@ -299,6 +262,7 @@ class Unit:
         for parameter in self.parameters:
             parameter.unsharded.grad = None
             parameter.has_gradient = False
+            parameter.has_sparse_gradient = False
             parameter.reduced = []
 
 

@@ -296,7 +296,9 @@ struct Mailboxes {
 
     // Other threads may run Python meanwhile. No scope guards: a Python that ends, ends this thread as it comes back.
     void run(PyObject* list, long sending, long receiving) {
-        if (is_busy) refuse(PyExc_RuntimeError, "another call on this group is not over, or was cut short");
+        if (is_busy)
+            refuse(PyExc_RuntimeError,
+                   "an earlier call on this group is not over, or was cut short: make a new group or wrapper");
         Rounds rounds = read_rounds(list);
         std::optional<Failure> failure;
         is_busy = true, staged = {}, sent_call = sending, expected_call = receiving;
