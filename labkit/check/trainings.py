@@ -21,6 +21,11 @@ from labkit.lab.project import write_file
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.studies.your_training.lab import LAB, PART
 
+MIN_RUNS = 3
+"""Saved runs that show how a machine varies. A virtual machine took 1.2 to 1.8 times as long for an
+unchanged training within ten minutes, so one run says nothing of the next."""
+UNDECIDED = "undecided"
+
 
 @dataclass(frozen=True)
 class TrainingChange:
@@ -31,7 +36,7 @@ class TrainingChange:
     """Facts in which the new run differs from the newest of the baseline."""
     parts: pd.DataFrame
     """By part: `ratio` of seconds now to then, `low`, `high`, `smallest_change`, `verdict`. Empty
-    if a difference forbids to compare."""
+    if a difference forbids to compare; undecided with fewer than `MIN_RUNS` saved runs."""
 
     @property
     def blockers(self) -> list[Difference]:
@@ -54,6 +59,8 @@ def compare_with_baseline(run: Run) -> TrainingChange | None:
     parts = pd.DataFrame(columns=["ratio", "verdict"])
     if not _is_moved(baseline[-1], run):
         parts = compare_parts(baseline, run)
+        if len(baseline) < MIN_RUNS:
+            parts["verdict"] = UNDECIDED
     return TrainingChange(baseline, found, parts)
 
 

@@ -144,6 +144,8 @@ class Summary:
 
     def print_change(self, change: "TrainingChange") -> None:
         """Print what changed since the baseline, and what may explain it."""
+        from labkit.check.trainings import MIN_RUNS
+
         newest = change.baseline[-1].header.started
         about = f"since the baseline ({len(change.baseline)}, the newest of {newest:%Y-%m-%d})"
         if change.blockers:
@@ -157,6 +159,11 @@ class Summary:
             ends = f"[{percent(row['low'])}, {percent(row['high'])}]"
             rows.append((f"  {part}", f"{percent(row['ratio'])} longer {ends}", row["verdict"]))
         print_table(rows, console=self._console)
+        if len(change.baseline) < MIN_RUNS:
+            self._console.print(
+                f"undecided: `--save` {MIN_RUNS} runs, at different hours, to show how much this"
+                " machine varies by itself"
+            )
 
 
 def percent(ratio: float) -> str:
@@ -202,8 +209,10 @@ def describe_found(found: Mapping[str, Any]) -> str:
     if batches == "DataLoader":
         workers = int(found["loader_workers"])
         batches += f" with {workers} workers" if workers else " without workers"
+    n_parameters = int(found["n_parameters"])
+    size = f"{n_parameters / 1e6:.3g}M" if n_parameters >= 100_000 else f"{n_parameters:,}"
     words = [
-        f"{found['model']}, {found['n_parameters'] / 1e6:.3g}M parameters",
+        f"{found['model']}, {size} parameters",
         f"batch {found['batch_shape']}",
         optimizer,
         batches,

@@ -67,7 +67,8 @@ def test_a_slower_part_is_named_with_its_size(tmp_path):
 
 
 def test_another_torch_is_compared_and_named_and_another_processor_is_not(tmp_path):
-    save_training(run_of(tmp_path, 1))
+    for number in range(10, 13):
+        save_training(run_of(tmp_path, number))
     upgraded = compare_with_baseline(run_of(tmp_path, 2, torch="99.0", slower={"forward": 3.0}))
     assert [one.name for one in upgraded.differences] == ["torch"]
     assert upgraded.parts.loc["forward", "verdict"] == "slower"
@@ -75,6 +76,14 @@ def test_another_torch_is_compared_and_named_and_another_processor_is_not(tmp_pa
     assert [one.name for one in moved.blockers] == ["processor"]
     assert moved.parts.empty
     assert not moved.is_slower
+
+
+def test_one_saved_run_decides_nothing(tmp_path):
+    for number in range(2):
+        save_training(run_of(tmp_path, number))
+        change = compare_with_baseline(run_of(tmp_path, 50, slower={"forward": 3.0}))
+        assert {*change.parts["verdict"]} == {"undecided"}
+        assert not change.is_slower
 
 
 def test_a_baseline_belongs_to_a_setup_and_to_the_newest_torch(tmp_path):
