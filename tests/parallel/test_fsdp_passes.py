@@ -126,7 +126,10 @@ def test_failed_call_of_a_module() -> list[str]:
         layer = model.module[0]
         wrong += find_accepted([("", partial(layer, inputs()))], ZeroDivisionError)
         layer.fails = False
-        before = model(inputs()).detach()
+        with recorded_traffic() as traffic:
+            before = model(inputs()).detach()
+        if sum(not call.is_payload for call in traffic) != 1:
+            wrong.append(f"{strategy}: the next pass does not begin with an agreement")
         model(inputs()).sum().backward()
         model.zero_grad()
         with torch.no_grad():
