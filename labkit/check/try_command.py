@@ -156,19 +156,15 @@ class Summary:
         self._console.print(f"{about}: {others}; the machine is the same")
         rows = []
         for part, row in change.parts.iterrows():
-            ends = f"[{percent(row['low'])}, {percent(row['high'])}]"
-            rows.append((f"  {part}", f"{percent(row['ratio'])} longer {ends}", row["verdict"]))
+            ends = f"[{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
+            change_of_part = f"{100 * row['ratio']:.0f}% {ends} of the time then"
+            rows.append((f"  {part}", change_of_part, row["verdict"]))
         print_table(rows, console=self._console)
         if len(change.baseline) < MIN_RUNS:
             self._console.print(
                 f"undecided: `--save` {MIN_RUNS} runs, at different hours, to show how much this"
                 " machine varies by itself"
             )
-
-
-def percent(ratio: float) -> str:
-    """Word what a ratio adds to one: 1.12 is "12%"."""
-    return f"{100 * (ratio - 1):.0f}%"
 
 
 def _print_step(console: Any, run: "Run") -> None:
