@@ -14,6 +14,7 @@ from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.lab.point import Point
 from labkit.machine import description, gpus
+from labkit.machine import nvml as nvml_module
 from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason
 from labkit.parallel.ranks import worker
 from labkit.parallel.ranks.results import is_out_of_memory
@@ -72,8 +73,8 @@ def cuda(monkeypatch, tmp_path):
     """A build with CUDA, a loaded driver, and the GPUs that NVML counts and that CUDA has; an error
     replaces one."""
 
-    def pretend(nvml, devices=(), error=None, free="", states=""):
-        state = SimpleNamespace(is_initialized=False, n_queries=0)
+    def pretend(nvml, devices=(), error=None, states=None):
+        state = SimpleNamespace(is_initialized=False, library=Nvml(states or {}))
 
         def init():
             if error:
@@ -86,17 +87,9 @@ def cuda(monkeypatch, tmp_path):
                 name=name, major=major, minor=minor, total_memory=80 * GIB, uuid=f"u{index}"
             )
 
-        def smi(command, **_):
-            if command[0] != "nvidia-smi" or "compute_mode" in command[1]:  # git
-                return SimpleNamespace(stdout="")
-            if command[1] == "topo":
-                return SimpleNamespace(stdout=TOPOLOGY)
-            is_known = "throttle_reasons" not in command[1]
-            answer = free if "memory.free" in command[1] else states if is_known else ""
-            if command[1] == "--query-gpu=uuid,clocks_event_reasons.active":
-                answer = "GPU-u0, 0x0\n"
-            state.n_queries += 1
-            return SimpleNamespace(stdout=answer if isinstance(answer, str) else next(answer))
+        def run(command, **_):
+            assert command[0] != "nvidia-smi" or command[1] == "topo", "it takes a second to start"
+            return SimpleNamespace(stdout=TOPOLOGY if command[1] == "topo" else "")
 
         answers = {
             "device_count": lambda: len(devices) if state.is_initialized else nvml,
@@ -107,7 +100,8 @@ def cuda(monkeypatch, tmp_path):
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(subprocess, "run", smi)
+        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(nvml_module, "_library", lambda: state.library)
         monkeypatch.setattr(gpus, "NVIDIA_DRIVER", tmp_path / "version")
         gpus.NVIDIA_DRIVER.write_text(
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n"
@@ -128,12 +122,63 @@ NIC0\tPXB\tSYS\tSYS\t X
 """
 
 
+class Nvml:
+    """The driver's library: answers by UUID, where a list has one for each time it is asked.
+
+    What is missing there is NOT_SUPPORTED; a function that is missing here, the driver lacks.
+    """
+
+    # Of the answers, the one that a function writes: by its name and first argument.
+    VALUES = {
+        ("nvmlDeviceGetClockInfo", 1): "clock",
+        ("nvmlDeviceGetMaxClockInfo", 1): "max_clock",
+        ("nvmlDeviceGetTemperature", 0): "temperature",
+        ("nvmlDeviceGetPowerManagementLimit",): "power_mw",
+        ("nvmlDeviceGetCurrentClocksThrottleReasons",): "reasons",
+        ("nvmlDeviceGetMemoryInfo",): "free",
+        ("nvmlDeviceGetUtilizationRates",): "percent",
+        ("nvmlDeviceGetComputeMode",): "mode",
+    }
+    FIELDS = {"free": "free", "percent": "gpu"}  # of structures
+
+    def __init__(self, states):
+        self.states = {f"GPU-{uuid}": state for uuid, state in states.items()}
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
+        names = [*self.states]
+        if uuid.decode() not in names:
+            return 6
+        handle._obj.value = 1 + names.index(uuid.decode())
+        return 0
+
+    def __getattr__(self, function):
+        if function not in {name for name, *_ in self.VALUES}:
+            raise AttributeError(function)
+
+        def get(handle, *arguments):
+            *options, result = arguments
+            name = self.VALUES[function, *options]
+            answer = [*self.states.values()][handle.value - 1].get(name)
+            if answer is None:
+                return 3
+            value = answer.pop(0) if isinstance(answer, list) else answer
+            setattr(result._obj, self.FIELDS.get(name, "value"), value)
+            return 0
+
+        return get
+
+
+def _state(percent=0, clock=1980, temperature=60, power_mw=700_000, reasons=0, **more):
+    named = {"percent": percent, "clock": clock, "temperature": temperature}
+    return named | {"max_clock": 1980, "power_mw": power_mw, "reasons": reasons} | more
+
+
 # One that CUDA does not see, and two of which one is hot and the other at its power cap.
-STATES = """\
-GPU-hidden, 99, 210, 1980, 99, 100.00, 0x0000000000000008
-GPU-u0, 0, 1410, 1980, 91, 700.00, 0x0000000000000020
-GPU-u1, 3, 1980, 1980, 60, 650.00, 0x0000000000000004
-"""
+STATES = {
+    "hidden": _state(percent=99, clock=210, temperature=99, power_mw=100_000, reasons=8),
+    "u0": _state(clock=1410, temperature=91, reasons=0x20),
+    "u1": _state(percent=3, power_mw=650_000, reasons=4),
+}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +233,8 @@ def test_cuda_counts_and_not_nvml(cuda):
 
 
 def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
-    cuda(nvml=3, devices=[H100] * 3, free="GPU-u0, 70000\nGPU-u1, 30000\nGPU-u2, [N/A]\n")
+    states = {"u0": {"free": 70000 * 2**20}, "u1": {"free": 30000 * 2**20}, "u2": {}}
+    cuda(nvml=3, devices=[H100] * 3, states=states)
     machine = description.describe_machine()
     assert [(count, gpu.name) for count, gpu in machine.gpu_counts] == [(3, H100[0])]
     assert [gpu.available_bytes // 2**20 for gpu in machine.gpus] == [70000, 30000, 80 * 1024]
@@ -206,29 +252,24 @@ def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
 
 
 def test_the_load_of_gpus_is_the_worst_of_those_that_cuda_sees(cuda):
-    state = cuda(nvml=2, devices=[H100] * 2, states=STATES)
-    meter = LoadMeter()
-    before = state.n_queries
-    load = meter.load()
-    assert state.n_queries == before + 1  # nvidia-smi takes up to a second to start
+    cuda(nvml=2, devices=[H100] * 2, states=STATES)
+    load = LoadMeter().load()
     assert load.gpu == gpus.GpuLoad(0.03, "heat", 0.71, 91, 650.0)
     assert "heat slowed a GPU down, at 91 °C" in busy_points({"a": load}, 64)["a"]
     assert Load.model_validate_json(load.model_dump_json()) == load
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
+    ("missing", "expected"),
     [
-        ("[N/A], 1410, 1980, 91, [N/A], 0x20", gpus.GpuLoad(None, "heat", 0.71, 91, None)),
-        (
-            "5, [N/A], 1980, [N/A], 90.0, 0x8",
-            gpus.GpuLoad(0.05, "a hardware limit", None, None, 90),
-        ),
-        ("5, 1410, 1980, 50, 90.0, [N/A]", gpus.GpuLoad(0.05, "", 0.71, 50, 90)),
+        (("percent", "power_mw"), gpus.GpuLoad(None, "heat", 1.0, 91, None)),
+        (("clock", "temperature"), gpus.GpuLoad(0.05, "heat", None, None, 700)),
+        (("max_clock", "reasons"), gpus.GpuLoad(0.05, "", None, 91, 700)),
     ],
 )
-def test_a_value_that_a_gpu_lacks_hides_no_other(cuda, state, expected):
-    cuda(nvml=1, devices=[H100], states=f"GPU-u0, {state}\n")
+def test_a_value_that_a_gpu_lacks_hides_no_other(cuda, missing, expected):
+    state = _state(percent=5, temperature=91, reasons=0x20) | dict.fromkeys(missing)
+    cuda(nvml=1, devices=[H100], states={"u0": state})
     assert gpus.gpu_load() == expected
     reason = busy_reason(Load(gpu=expected), 64)
     assert expected.slowed_by in reason
@@ -239,14 +280,21 @@ def test_a_value_that_a_gpu_lacks_hides_no_other(cuda, state, expected):
 def test_another_program_is_one_that_uses_a_gpu_before_the_ranks_start(
     cuda, monkeypatch, later, is_busy
 ):
-    """A high value may be that of ranks that have just ended; later ones are those of ranks."""
+    """Not processes: in a container NVML has the host's ids, and ranks of a torchrun job, or a
+    server of MPS, are no strangers. A high value may be that of ranks that have just ended."""
     monkeypatch.setattr(gpus, "UTILIZATION_SPAN_S", 0.0)
-    utilizations = iter([100, later, 100])
-    states = (f"GPU-u0, {one}, 1980, 1980, 60, 700, 0x0\n" for one in utilizations)
-    cuda(nvml=1, devices=[H100], states=states)
+    # When the machine is described, twice before the ranks, and while they run.
+    cuda(nvml=1, devices=[H100], states={"u0": _state(percent=[0, 100, later, 100])})
     assert description.describe_machine().gpus
     load = LoadMeter().load()
     assert (busy_reason(load, 64) == "another program used a GPU") == is_busy
+
+
+def test_a_machine_without_nvml_has_gpus_and_no_load(cuda):
+    cuda(nvml=1, devices=[H100]).library = None
+    machine = description.describe_machine()
+    assert (len(machine.gpus), machine.gpus[0].free_bytes) == (1, None)
+    assert LoadMeter().load().gpu is None
 
 
 def test_a_rank_takes_a_gpu_that_cuda_has_and_not_one_that_nvml_counts(cuda, monkeypatch):
@@ -287,9 +335,8 @@ def test_a_rank_runs_on_the_cores_beside_its_gpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "is_refused"), [(1, False), (2, True)])
-def test_ranks_do_not_share_a_gpu_in_exclusive_mode(cuda, monkeypatch, ranks, is_refused):
-    cuda(nvml=1, devices=[H100])
-    monkeypatch.setattr(gpus, "_query", lambda fields: [["u0", "Exclusive_Process"]])
+def test_ranks_do_not_share_a_gpu_in_exclusive_mode(cuda, ranks, is_refused):
+    cuda(nvml=1, devices=[H100], states={"u0": _state(mode=3)})
     reason = Large(n_bytes=2**20, world_size=ranks, backend="gloo").skip_reason(
         description.describe_machine()
     )

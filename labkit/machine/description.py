@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from labkit.machine import gpus as cuda_gpus
 from labkit.machine.cgroups import available_cores, memory_limit_bytes, quota_cores
+from labkit.machine.nvml import GpuState
 from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
@@ -149,11 +150,12 @@ def describe_machine() -> Machine:
     """Describe this machine. Cached: `free_bytes` of its GPUs is that of the first call."""
     # All GPUs or none: with some of them unusable, the plan of a lab would fail halfway.
     no_gpu_reason = cuda_gpus.no_gpu_reason()
-    gpus: list[Gpu] = []
+    states: list[GpuState | None] = []
     versions = {name: _version(name) for name in VERSIONED_PACKAGES}
     gpu_links = None
     if not no_gpu_reason:
-        gpus = _gpus()
+        states = [cuda_gpus.gpu_state(index) for index in range(torch.cuda.device_count())]
+    gpus = [_gpu(index, state) for index, state in enumerate(states)]
     if gpus:
         versions |= cuda_gpus.library_versions()
     if len(gpus) > 1:
@@ -168,7 +170,7 @@ def describe_machine() -> Machine:
         memory_bytes=min(filter(None, (psutil.virtual_memory().total, memory_limit_bytes()))),
         gpus=gpus,
         gpu_links=gpu_links,
-        exclusive_gpus=bool(gpus) and cuda_gpus.is_exclusive(),
+        exclusive_gpus=any(state is not None and state.is_exclusive for state in states),
         no_gpu_reason=no_gpu_reason,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
@@ -177,19 +179,14 @@ def describe_machine() -> Machine:
     )
 
 
-def _gpus() -> list[Gpu]:
-    gpus = []
-    count = torch.cuda.device_count()
-    if count == 0:
-        return []
-    # By UUID: `nvidia-smi` counts in the order of the bus, CUDA as CUDA_VISIBLE_DEVICES says.
-    free = cuda_gpus.free_memory_bytes()
-    for index in range(count):
-        one: Any = torch.cuda.get_device_properties(index)
-        free_bytes = free.get(str(getattr(one, "uuid", "")))
-        about = {"name": one.name, "compute_capability": f"{one.major}.{one.minor}"}
-        gpus.append(Gpu(**about, memory_bytes=one.total_memory, free_bytes=free_bytes))
-    return gpus
+def _gpu(index: int, state: GpuState | None) -> Gpu:
+    properties: Any = torch.cuda.get_device_properties(index)
+    return Gpu(
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        free_bytes=None if state is None else state.free_bytes,
+    )
 
 
 def _cpu_model() -> str:

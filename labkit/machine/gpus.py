@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from labkit.machine.nvml import GpuState, read_gpu
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -135,16 +136,6 @@ def library_versions() -> dict[str, str | None]:
     return versions | {"NCCL": nccl, "driver": driver_version(), "float32 matmuls": arithmetic}
 
 
-def free_memory_bytes() -> dict[str, int]:
-    """Return free bytes of each GPU by UUID, without a CUDA context; empty without `nvidia-smi`."""
-    return {uuid: int(free) * 2**20 for uuid, free in _query("uuid,memory.free") if free.isdigit()}
-
-
-def is_exclusive() -> bool:
-    """Return whether a GPU takes one process at a time (`nvidia-smi -c EXCLUSIVE_PROCESS`)."""
-    return any(mode.startswith("Exclusive") for _, mode in _query("uuid,compute_mode"))
-
-
 @dataclass(frozen=True)
 class GpuLoad:
     """The load of the GPUs of this process: the worst value of any. None: no GPU says it.
@@ -165,37 +156,40 @@ class GpuLoad:
 
 
 def gpu_load() -> GpuLoad | None:
-    """Return the load of the GPUs that CUDA sees; None without `nvidia-smi`.
+    """Return the load of the GPUs that CUDA sees; None without NVML.
 
     Not their processes: NVML answers with ids of the host, which a container does not have, and
     other ranks of a job or a server of MPS are no other program.
     """
-    visible = {str(torch.cuda.get_device_properties(index).uuid) for index in range(count_gpus())}
-    names = ("utilization.gpu", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit")
-    rows = _query(",".join(["uuid", *names, _reasons_field()]))
     # GPUs that CUDA_VISIBLE_DEVICES hides may be hot without harm.
-    states = [[_number(text) for text in row[1:]] for row in rows if row[0] in visible]
+    states = [state for state in map(gpu_state, range(count_gpus())) if state is not None]
     if not states:
         return None
-    percents, clocks, highest, temperatures, limits, reasons = zip(*states, strict=True)
     # A clock counts relative to the highest of the same GPU: they may be of several kinds.
     shares = [
-        round(clock / most, 2)
-        for clock, most in zip(clocks, highest, strict=True)
-        if clock is not None and most
+        round(state.clock_mhz / state.max_clock_mhz, 2)
+        for state in states
+        if state.clock_mhz is not None and state.max_clock_mhz
     ]
+    reasons = [state.clock_reasons or 0 for state in states]
     slowed_by = [
-        name
-        for name, mask in SLOWED_BY.items()
-        if any(int(reason) & mask for reason in _known(reasons))
+        name for name, mask in SLOWED_BY.items() if any(reason & mask for reason in reasons)
     ]
+    percents = _known(state.utilization_percent for state in states)
+    milliwatts = _known(state.power_limit_mw for state in states)
     return GpuLoad(
-        utilization=max((percent / 100 for percent in _known(percents)), default=None),
+        utilization=max((percent / 100 for percent in percents), default=None),
         slowed_by="".join(slowed_by[:1]),
         clock_share=min(shares, default=None),
-        temperature=max(_known(temperatures), default=None),
-        power_limit_w=min(_known(limits), default=None),
+        temperature=max(_known(state.temperature for state in states), default=None),
+        power_limit_w=min((limit / 1000 for limit in milliwatts), default=None),
     )
+
+
+def gpu_state(index: int) -> GpuState | None:
+    """Return what NVML says about a GPU of CUDA; None if it says nothing."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return read_gpu(str(getattr(properties, "uuid", "")))
 
 
 def utilization_by_others() -> float | None:
@@ -236,13 +230,19 @@ def cores_beside(index: int, devices: Path = PCI_DEVICES) -> set[int]:
 
 def link_types() -> str | None:
     """Return the GPUs' connections by `nvidia-smi topo` ("NV18", "NODE, SYS"); None if unknown."""
-    rows = [line.split() for line in _nvidia_smi("topo", "-m")]
-    matrix = [
-        row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row
-    ]
-    return (
-        ", ".join(sorted({link for row in matrix for link in row[: len(matrix)]} - {"X"})) or None
-    )
+    command = ["nvidia-smi", "topo", "-m"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    matrix = []
+    for line in result.stdout.splitlines():
+        name, *links = line.split() or [""]
+        if re.fullmatch(r"GPU\d+", name) and "X" in links:  # the heading has none
+            matrix.append(links)
+    # Columns after those of the GPUs are network cards and affinities.
+    kinds = {link for links in matrix for link in links[: len(matrix)]} - {"X"}
+    return ", ".join(sorted(kinds)) or None
 
 
 def is_nearly_full() -> bool:
@@ -252,41 +252,5 @@ def is_nearly_full() -> bool:
     return False
 
 
-@cache
-def _reasons_field() -> str:
-    """Return what this driver calls the reasons of its clocks; before 535 it was another name."""
-    name = "clocks_event_reasons.active"
-    if _query(f"uuid,{name}"):
-        return name
-    return "clocks_throttle_reasons.active"
-
-
-def _query(fields: str) -> list[list[str]]:
-    """Return a row per GPU, whose first field is a UUID; [] if one of the fields is unknown."""
-    lines = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    rows = [line.split(", ") for line in lines]
-    return [
-        [row[0].removeprefix("GPU-"), *row[1:]] for row in rows if len(row) == 1 + fields.count(",")
-    ]
-
-
-def _number(text: str) -> float | None:
-    """Return a decimal or hexadecimal number; None for "[N/A]", of what this GPU does not have."""
-    with suppress(ValueError):
-        if text.startswith("0x"):
-            return int(text, 16)
-        return float(text)
-    return None
-
-
 def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
-
-
-def _nvidia_smi(*arguments: str) -> list[str]:
-    """Return the lines that it prints; none if it is not there, or fails."""
-    command = ["nvidia-smi", *arguments]
-    with suppress(OSError, subprocess.SubprocessError):
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        return result.stdout.splitlines()
-    return []
