@@ -1,4 +1,4 @@
-"""A clock: alternatives run in shuffled rounds until their ratios are precise enough.
+"""A clock: alternatives run in shuffled rounds, as many as their spread or the time asks for.
 
 CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle
 device. It includes whatever the stream waits for: kernels, and the host if it is slower. A host
@@ -7,26 +7,27 @@ takes 10 to 50 us to launch the first kernel; `calls` above 1 takes that out.
 With several ranks, pass a barrier as `before`. Each rank times itself, and the slowest rank of each
 repeat counts.
 
-Only the width of intervals or the time ends the rounds, never the result. Stopping at a fixed width
-makes intervals slightly too narrow (Chow & Robbins 1965, "On the asymptotic theory of fixed-width
-sequential confidence intervals for the mean"). `MIN_ROUNDS`, and checks ever further apart, keep
-that effect small.
+A pilot of a few rounds decides once how many follow (`plan_rounds`): by their spread alone, never
+by their ratios, so that no result decides when to stop. A pilot that was narrow by chance would
+make intervals too narrow: with it 3.9% of questions claim a difference that is none, instead of
+2.5%. So it is discarded (two-stage sampling: Stein 1945).
 """
 
 import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from labkit.bench.check import gather_numbers
-from labkit.bench.intervals import MIN_SAMPLES, estimate_paired
+from labkit.bench.intervals import FALSE_DISCOVERY_RATE, MIN_SAMPLES, rounds_to_show
 
 Action = Callable[[], Any]
 Device = str | torch.device
@@ -34,12 +35,14 @@ Samples = dict[str, dict[str, list[float]]]
 """Seconds by alternative and part, one per round."""
 T = TypeVar("T")
 
+PILOT_ROUNDS = MIN_SAMPLES
+"""Rounds after which the number of all rounds is decided."""
 MIN_ROUNDS = 8
-"""Rounds before which no interval counts as narrow."""
-GROWTH = 1.25
-"""Rounds at one check over those at the check before.
+"""Fewest rounds after a pilot that is discarded."""
+SET_UP_SHARE = 0.3
+"""Share of the set-up's time that rounds may take in any case.
 
-Frequent checks would stop at chance agreement.
+Six rounds after a minute of compiling would leave undecided what ten seconds more decide.
 """
 
 
@@ -67,7 +70,7 @@ def time_parts_interleaved(
     prepare: Callable[[str], Any] | None = None,
     before: Action | None = None,
     seed: int | str = 0,
-    ratio_within: float = 0.0,
+    gain: float = 0.0,
     rounds_s: float = math.inf,
 ) -> Samples:
     """Time alternatives in successive parts, such as forward and backward.
@@ -79,9 +82,10 @@ def time_parts_interleaved(
     absolute times do not. Caches hold what ran before: in a fixed order identical functions differ
     by a factor of two.
 
-    `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio
-    of any two alternatives is known to within `ratio_within` (0.05: 5%; 0: never), or at the first
-    check after `rounds_s` seconds. With either limit this is a collective: all ranks must call it.
+    `warmup` rounds are thrown away, and at most `repeats` are kept. With `gain` (0.1: 10%; 0: all
+    `repeats`), as many are timed as show a gain of that size with a power of 80%. Rounds end after
+    about `rounds_s` seconds, or 0.3 of the set-up's time if that is longer. With either limit this
+    is a collective: all ranks must call it.
     `prepare` makes inputs before a turn, and `before` (a barrier) precedes each part; both are
     untimed. A sample is the mean of `calls` in a row. With several on CUDA, an untimed call goes
     first, during which the host queues the others. `seed` must be equal on all ranks. ValueError
@@ -92,24 +96,64 @@ def time_parts_interleaved(
             f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and"
             f" {calls}"
         )
-    is_cuda = _is_cuda(device)
-    samples: Samples = {name: {part: [] for part in parts} for name, parts in alternatives.items()}
-    stopping = None
-    for repeat in range(-warmup, repeats):
-        if repeat == 0:
-            stopping = Stopping(ratio_within, rounds_s)
-        for name in turn_order(alternatives, repeat, seed=seed):
-            if prepare is not None:
-                prepare(name)
-            for part, action in alternatives[name].items():
-                if before is not None:
-                    before()
-                seconds = _time_calls(action, calls, is_cuda)
-                if repeat >= 0:
-                    samples[name][part].append(seconds)
-        if stopping is not None and repeat + 1 < repeats and stopping.is_enough(samples):
-            break
+    rounds = _Rounds(alternatives, -warmup, seed, prepare, before, calls, _is_cuda(device))
+    rounds.run(warmup)
+    is_limited = gain > 0 or rounds_s < math.inf
+    if alternatives and is_limited and repeats > PILOT_ROUNDS:
+        samples = _run_planned(rounds, repeats, gain, rounds_s)
+    else:
+        samples = rounds.run(repeats)
+    set_up.start()
     return samples
+
+
+def _run_planned(rounds: "_Rounds", most: int, gain: float, rounds_s: float) -> Samples:
+    """Run a pilot and the rounds that it asks for; return those that count."""
+    set_up_s = set_up.seconds()
+    start = time.perf_counter()
+    pilot = rounds.run(PILOT_ROUNDS)
+    pilot_s = time.perf_counter() - start
+    plan = plan_rounds(pilot, [pilot_s, set_up_s], gain=gain, rounds_s=rounds_s, most=most)
+    samples = rounds.run(plan.rounds)
+    if not plan.keeps_pilot:
+        return samples
+    return {
+        name: {part: seconds + samples[name][part] for part, seconds in parts.items()}
+        for name, parts in pilot.items()
+    }
+
+
+@dataclass
+class _Rounds:
+    """Rounds of alternatives in parts; each gives every alternative one turn."""
+
+    alternatives: Mapping[str, Mapping[str, Action]]
+    number: int
+    """Of the next round; it decides the order of the turns."""
+    seed: int | str
+    prepare: Callable[[str], Any] | None
+    before: Action | None
+    calls: int
+    is_cuda: bool
+
+    def run(self, n: int) -> Samples:
+        """Run the next `n` rounds."""
+        samples: Samples = {
+            name: {part: [] for part in parts} for name, parts in self.alternatives.items()
+        }
+        for _ in range(n):
+            for name in turn_order(self.alternatives, self.number, seed=self.seed):
+                self._take_turn(name, samples[name])
+            self.number += 1
+        return samples
+
+    def _take_turn(self, name: str, samples: dict[str, list[float]]) -> None:
+        if self.prepare is not None:
+            self.prepare(name)
+        for part, action in self.alternatives[name].items():
+            if self.before is not None:
+                self.before()
+            samples[part].append(_time_calls(action, self.calls, self.is_cuda))
 
 
 def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) -> list[str]:
@@ -123,48 +167,84 @@ def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) 
     return turns
 
 
-class Stopping:
-    """Decides after each round whether it was the last. Starts with the first kept round."""
+class SetUp:
+    """Time since the point began, or since its last rounds ended: models, checks, warm-up."""
 
-    def __init__(self, ratio_within: float, rounds_s: float) -> None:
-        self._half_width = math.log1p(ratio_within)
-        self._rounds_s = rounds_s
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
         self._start = time.perf_counter()
-        self._next_check = MIN_SAMPLES if ratio_within or rounds_s < math.inf else math.inf
 
-    def is_enough(self, samples: Samples) -> bool:
-        """Return whether each part's ratios are precise, or the time is up.
-
-        A collective: all ranks decide alike.
-        """
-        columns = [seconds for parts in samples.values() for seconds in parts.values()]
-        if not columns or (rounds := len(columns[0])) < self._next_check:
-            return False
-        table = np.array(columns)
-        self._next_check = math.ceil(rounds * GROWTH)
-        elapsed_s, *slowest = np.max(
-            gather_numbers([time.perf_counter() - self._start, *table.ravel()]), axis=0
-        )
-        if elapsed_s >= self._rounds_s:
-            return True
-        if rounds < MIN_ROUNDS or min(slowest) <= 0:
-            return False
-        by_part: dict[str, list[np.ndarray]] = defaultdict(list)
-        names = [part for parts in samples.values() for part in parts]
-        for name, logs in zip(names, np.log(slowest).reshape(table.shape), strict=True):
-            by_part[name].append(logs)
-        return all(
-            _widest_ratio(alternatives) <= self._half_width for alternatives in by_part.values()
-        )
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
 
 
-def _widest_ratio(logs: list[np.ndarray]) -> float:
-    """Return half the width of the widest interval of a ratio of two alternatives.
+set_up = SetUp()
+"""Of this process, which measures one point at a time."""
 
-    In log units; of a lone alternative, its time's.
+
+class RoundsPlan(NamedTuple):
+    """Rounds that follow a pilot, and whether it counts with them."""
+
+    rounds: int
+    keeps_pilot: bool
+
+
+def plan_rounds(
+    pilot: Samples,
+    seconds: Sequence[float],
+    *,
+    gain: float,
+    rounds_s: float,
+    most: int,
+) -> RoundsPlan:
+    """Decide by a pilot how many rounds follow. A collective: all ranks decide alike.
+
+    Args:
+        pilot: the samples of `PILOT_ROUNDS`.
+        seconds: that the pilot took, and the set-up before it.
+        gain: a gain that the rounds must show; 0: `most` rounds.
+        rounds_s: seconds that all rounds may take.
+        most: largest number of rounds that count.
     """
-    differences = [one - other for one, other in combinations(logs, 2)] or logs
-    return max((estimate.high - estimate.low) / 2 for estimate in map(estimate_paired, differences))
+    columns = [samples for parts in pilot.values() for samples in parts.values()]
+    table = np.array(columns)
+    numbers = gather_numbers([*seconds, *table.ravel()])
+    pilot_s, set_up_s, *slowest = np.max(numbers, axis=0)
+    budget_s = max(rounds_s, SET_UP_SHARE * set_up_s)
+    in_time = most
+    if budget_s < math.inf:
+        in_time = max(0, int((budget_s / pilot_s - 1) * PILOT_ROUNDS))
+    if gain > 0 and min(slowest) > 0:
+        needed = _needed_rounds(pilot, np.log(slowest).reshape(table.shape), gain)
+        needed = min(max(needed, MIN_ROUNDS), most)
+        if needed <= in_time:
+            return RoundsPlan(needed, keeps_pilot=False)
+    # The time decides, or nothing: then the pilot is as good as any other rounds.
+    return RoundsPlan(min(in_time, most - PILOT_ROUNDS), keeps_pilot=True)
+
+
+def _needed_rounds(pilot: Samples, logs: np.ndarray, gain: float) -> int:
+    """Return the rounds that show `gain` in each part, of which some are noisier than others.
+
+    Each of n alternatives is compared with one of them, so a question makes n - 1 comparisons at
+    once. `logs` are the slowest rank's, one row per alternative and part.
+    """
+    by_part: dict[str, list[np.ndarray]] = defaultdict(list)
+    names = [part for parts in pilot.values() for part in parts]
+    for name, row in zip(names, logs, strict=True):
+        by_part[name].append(row)
+    needed = 0.0
+    for rows in by_part.values():
+        differences = [one - other for one, other in combinations(rows, 2)] or rows
+        # Six rounds of one pair say little about its spread; all pairs together say more.
+        spread = math.sqrt(float(np.mean(np.var(differences, axis=1, ddof=1))))
+        n_compared = max(1, len(rows) - 1)
+        level = FALSE_DISCOVERY_RATE / n_compared
+        freedom = n_compared * (PILOT_ROUNDS - 1)
+        needed = max(needed, rounds_to_show(gain, spread, level, freedom))
+    return math.ceil(needed)
 
 
 def time_once(action: Callable[[], T], device: Device) -> tuple[T, float]:

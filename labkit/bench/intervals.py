@@ -6,6 +6,7 @@ correction for many comparisons never passes. `scipy.special` alone, since `scip
 times as long to load, in every process that measures.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,13 @@ from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
 TAIL = (1 - CONFIDENCE) / 2
+FALSE_DISCOVERY_RATE = 0.025
+"""Half of the usual 5%.
+
+Successive rounds resemble one another, and intervals do not cover all of that.
+"""
+POWER = 0.8
+"""Probability with which as many rounds as are planned show the gain that they are planned for."""
 MIN_SAMPLES = 6
 """Five samples cannot bound the median with 95%: 2 * 0.5**5 > 0.05."""
 MIN_FOR_SIGNED_RANKS = 12
@@ -89,6 +97,17 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
     if factor > 1:
         p = 2 * float(ndtr(ndtri(p / 2) / factor))
     return Estimate(value, value - factor * (value - low), value + factor * (high - value), p)
+
+
+def rounds_to_show(gain: float, spread: float, level: float, freedom: float) -> float:
+    """Return how many rounds show a gain of this share with `POWER`, at a two-sided level.
+
+    `spread` is the standard deviation of the logarithm of a round's ratio. Since it is uncertain,
+    quantiles are those of t with its degrees of freedom (Stein 1945, "A two-sample test for a
+    linear hypothesis whose power is independent of the variance").
+    """
+    reach = float(stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER))
+    return (reach * spread / math.log1p(-gain)) ** 2
 
 
 def autocorrelation_factor(values: np.ndarray) -> float:

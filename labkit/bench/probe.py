@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from labkit.bench.clock import set_up
+
 COPY_BYTES = 64_000_000
 MESSAGES = {"ping_s": (1, 100), "exchange_s": (2**18, 15)}
 """Number of float32 elements that two ranks send one another, and of round trips."""
@@ -29,6 +31,7 @@ def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[A
     A point that measures the start of its processes (`fresh_ranks`) is not probed: the probe would
     warm them up.
     """
+    set_up.start()
     if not getattr(point, "fresh_ranks", False):
         yield {PROBE: probe()}
     yield from worker(point, **options) or ()

@@ -18,15 +18,17 @@ import numpy as np
 import pandas as pd
 from scipy.special import fdtri, ndtri, stdtr, stdtrit
 
-from labkit.bench.intervals import CONFIDENCE, TAIL, Estimate, estimate_paired, median_interval
+from labkit.bench.intervals import (
+    CONFIDENCE,
+    FALSE_DISCOVERY_RATE,
+    TAIL,
+    Estimate,
+    estimate_paired,
+    median_interval,
+)
 
 Verdict = Literal["faster", "slower", "no difference shown"]
 
-FALSE_DISCOVERY_RATE = 0.025
-"""Half of the usual 5%.
-
-Successive rounds resemble one another, and intervals do not cover all of that.
-"""
 MIN_RELEVANT_DIFFERENCE = 0.03
 """Smallest relative difference that counts.
 

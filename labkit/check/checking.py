@@ -16,8 +16,8 @@ from labkit.check.facts import Difference, describe_hardware, differences, has_l
 from labkit.check.sessions import SessionTimes
 from labkit.check.worker import CheckPoint, measure_quantities, sizes_on
 from labkit.lab.config import (
+    Gain,
     ParameterError,
-    RatioWithin,
     Repeats,
     Seconds,
     Sessions,
@@ -49,7 +49,7 @@ class CheckConfig(TimedConfig):
     warmup: Warmup = 2
     repeats: Repeats = 20
     rounds_s: Seconds | None = 2.5
-    ratio_within: RatioWithin = 0.0
+    gain: Gain = 0.0
     sessions: Sessions = 8
     timeout_s: float = 120.0
 

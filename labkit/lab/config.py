@@ -17,7 +17,7 @@ Ranks = Annotated[int, Field(ge=1, le=64)]
 SeveralRanks = Annotated[int, Field(ge=2, le=64)]
 Repeats = Annotated[int, Field(ge=1, le=100_000)]
 """Timed calls, at most. Fewer than six give no interval, and so no verdict."""
-RatioWithin = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+Gain = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Warmup = Annotated[int, Field(ge=0, le=10_000)]
 Sessions = Annotated[int, Field(ge=1, le=20)]
@@ -71,10 +71,10 @@ class TimedConfig(LabConfig):
 
     warmup: Warmup = 1
     repeats: Repeats = 30
-    ratio_within: RatioWithin = 0.05
-    """Rounds end once the ratio of any two alternatives is known to this share; 0: they do not."""
+    gain: Gain = 0.1
+    """Rounds are as many as show a gain of this share with a power of 80%; 0: `repeats`."""
     rounds_s: Seconds | None = 30.0
-    """Seconds after which rounds end, once there are six; None: no limit."""
+    """Seconds that rounds may take, at least six of them; None: no limit."""
     seed: Seed = 0
     timeout_s: Seconds = 300.0
     """Deadline of one point."""

@@ -33,8 +33,8 @@ Register = Callable[[str, Any], dict[str, Any]]
 """Registers a user's alternative under a name and returns the registry. ValueError for a name that
 is taken."""
 
-PAPER = {"ratio_within": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
-"""Defaults of the profile `paper` of every lab: rounds do not end early."""
+PAPER = {"gain": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
+"""Defaults of the profile `paper` of every lab: all rounds are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)

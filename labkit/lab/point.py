@@ -195,10 +195,10 @@ class TimedPoint(Point):
     """Rounds that do not count."""
     repeats: int = 10
     """Rounds that count, at most."""
-    ratio_within: float = 0.0
-    """Rounds end once the ratio of any two alternatives is known to this share; 0: they do not."""
+    gain: float = 0.0
+    """Rounds are as many as show a gain of this share with a power of 80%; 0: `repeats`."""
     rounds_s: float | None = None
-    """Seconds after which rounds end; None: no limit."""
+    """Seconds that rounds may take; None: no limit."""
     seed: int = 0
 
     @property
@@ -215,7 +215,7 @@ class TimedPoint(Point):
         """Options of `time_parts_interleaved`: number and end of the rounds, and the seed of their
         order."""
         ends = {
-            "ratio_within": self.ratio_within,
+            "gain": self.gain,
             "rounds_s": math.inf if self.rounds_s is None else self.rounds_s,
         }
         return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id} | ends

@@ -51,7 +51,7 @@ def test_a_point_that_an_alternative_ends_names_it_and_the_others_are_measured(t
 
 
 @pytest.mark.parametrize(
-    ("action", "status", "reason"), [("oom", "oom", "ran out of memory"), ("slow", "ok", "took")]
+    ("action", "status", "reason"), [("oom", "oom", "ran out of memory"), ("slow", "ok", "take")]
 )
 def test_larger_points_of_a_series_are_skipped_once_memory_ran_out_or_rounds_took_far_too_long(
     action, status, reason, tmp_path

@@ -4,7 +4,8 @@ ran."""
 import json
 import shlex
 
-from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
+from labkit.bench.intervals import FALSE_DISCOVERY_RATE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.lab.calibration import LIMITS, describe_calibration
 from labkit.lab.config import AUTO, ParameterError
 from labkit.lab.declaration import Lab

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
+from labkit.bench.intervals import MIN_SAMPLES
 from labkit.bench.probe import PROBE, probed
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, by_ranks
@@ -115,13 +116,14 @@ class Executor:
         return ended
 
     def _count_time(self, values: Mapping[str, Any]) -> None:
-        """Add the time of a row's samples to that of the point.
+        """Add the time of a row's fewest rounds to that of the point.
 
-        A sum of other rows, such as both passes, would count their time twice.
+        A steady point may have many rounds after a long set-up: that makes it no slow one. A sum of
+        other rows, such as both passes, would count their time twice.
         """
         seconds = values.get("seconds")
         if isinstance(seconds, list) and seconds and not values.get("is_sum"):
-            self._rows_s.append(median(seconds) * len(seconds))
+            self._rows_s.append(median(seconds) * min(len(seconds), MIN_SAMPLES))
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
         fields = {
@@ -153,7 +155,7 @@ class Executor:
         if end.status != "oom":  # others of this size may be faster
             limit = (
                 math.nextafter(size, math.inf),
-                f"{point.title()} already took {format_seconds(timed_s)}",
+                f"{MIN_SAMPLES} rounds of {point.title()} already take {format_seconds(timed_s)}",
             )
         self._size_limits[series] = min(limit, self._size_limits.get(series, (math.inf, "")))
         return True

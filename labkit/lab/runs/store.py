@@ -275,7 +275,10 @@ def _parse_header(path: Path, line: bytes) -> tuple[RunHeader, bool]:
             f" {SCHEMA}"
         )
     try:
-        return RunHeader.model_validate(record), version == format_1.FORMAT
+        header = RunHeader.model_validate(record)
+        # Rounds ended by the width of intervals before they were planned by a gain.
+        header.config.pop("ratio_within", None)
+        return header, version == format_1.FORMAT
     except ValidationError as error:
         name, problem = first_problem(error)
         if error.errors()[0]["type"] == "extra_forbidden":

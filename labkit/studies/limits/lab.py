@@ -84,7 +84,7 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
         fitting = [size for size in sizes if device == "cpu" or size <= largest]
         yield LimitPoint.of(config, sweep=sweep, sizes=fitting, **on_cpu)
     # All rounds are run: the widths of intervals are the result.
-    rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "ratio_within": 0.0, "rounds_s": None}
+    rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "gain": 0.0, "rounds_s": None}
     yield LimitPoint.of(config, sweep="autograd", sizes=(threaded[1],), **on_cpu | rounds)
     # CPU ranks are measured on every machine: gloo and shared memory connect them.
     for ranks in sorted({1, *config.ranks}):
