@@ -1,7 +1,9 @@
 """Which differences count: comparisons by table, one rule of significance, sessions.
 
 The rule (`with_verdicts`): the false-discovery rate over all comparisons that answer a question is
-at most `FALSE_DISCOVERY_RATE`, and no difference below `MIN_RELEVANT_DIFFERENCE` is claimed.
+at most `FALSE_DISCOVERY_RATE`, and no difference below `MIN_RELEVANT_DIFFERENCE` is claimed. One of
+these comparisons is over all configurations (`pool_configurations`): together they may show a
+difference that none of them shows alone.
 
 A session is the same comparison, measured by other processes at another time. Results vary between
 processes more than their rounds show: two all-reduces of 64 KB differed by 14% one way in one group
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from scipy.special import fdtri, ndtri, stdtr, stdtrit
+from scipy.special import fdtri, ndtr, ndtri, stdtr, stdtrit
 
 from labkit.bench.intervals import (
     CONFIDENCE,
@@ -85,6 +87,36 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     verdict[is_significant & (ratio <= 1 / least)] = "faster"
     verdict[is_significant & (ratio >= least)] = "slower"
     return ratios.assign(verdict=verdict)
+
+
+def pool_configurations(ratios: pd.DataFrame, alternative: str) -> pd.DataFrame:
+    """Return one row per alternative over all its configurations: `ratio`, `low`, `high`, `p`, `n`.
+
+    The p-value is that of the rows' p-values (Stouffer et al. 1949), whichever test each is from.
+    `ratio` is the geometric mean with the weights of that test: a noisy row counts less. Rows
+    without a p-value are left out, and alternatives with a single other row.
+    """
+    pooled = []
+    for name, rows in ratios[ratios["p"].notna()].groupby(alternative, sort=False):
+        if len(rows) > 1:
+            pooled.append((name, *_pool(rows[["ratio", "low", "high", "p"]]), len(rows)))
+    return pd.DataFrame(pooled, columns=[alternative, "ratio", "low", "high", "p", "n"])
+
+
+def _pool(rows: pd.DataFrame) -> tuple[float, float, float, float]:
+    ratio, low, high, p = rows.to_numpy(dtype=float).T
+    logs = np.log(ratio)
+    error = (np.log(high) - np.log(low)) / (2 * ndtri((1 + CONFIDENCE) / 2))
+    if (error <= 0).any():  # counts, which have no noise
+        mean = float(np.exp(logs.mean()))
+        return mean, mean, mean, float(p.min())
+    # p = 0 of identical rounds would outweigh all other rows
+    score = np.sign(logs) * -ndtri(np.clip(p, 1e-9, 1) / 2)
+    total = 2 * float(ndtr(-abs(score.sum()) / np.sqrt(len(logs))))
+    mean = (logs / error).sum() / (1 / error).sum()
+    reach = ndtri((1 + CONFIDENCE) / 2) * np.sqrt(len(logs)) / (1 / error).sum()
+    ratio, low, high = np.exp([mean, mean - reach, mean + reach]).tolist()
+    return ratio, low, high, total
 
 
 def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:

@@ -8,12 +8,14 @@ takes four steps:
    processes, are combined into one ratio.
 2. Significance (`labkit.bench.statistics.with_verdicts`): a configuration is "faster" or "slower"
    if its ratio differs from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of
-   the question. Else it counts for neither.
-3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus
+   the question. Else it counts for neither. One more row per alternative is over all its
+   configurations (`pool_configurations`).
+3. Choice (`Metric.leaders`): of several alternatives, the answer names the one with most wins minus
    losses over their common configurations. Ties go to the best mean ratio; within 3%, to the first.
-4. Count (`_decide`): "yes" if it is better in more than half of its configurations and worse in
-   none, "no" if it is worse in some and better in none, "no clear difference" if it is better and
-   worse in none, else "it depends"; "undecided" if there are too few repeats for any p-value.
+4. Verdict (`verdicts.decide`): "yes" if it is better in more than half of its configurations, or
+   over all of them, and worse in none; "no" if it is worse in some or over all, and better in none;
+   "no clear difference" if it is neither; else "it depends". "undecided" if there are too few
+   repeats for any p-value.
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large
 something is. `labkit.lab.facts` has the fields of answers, `labkit.lab.wording` their sentences.
@@ -26,9 +28,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from pandas.api.types import is_float_dtype
-from scipy.special import ndtri
 
-from labkit.bench.intervals import CONFIDENCE
+from labkit.bench.statistics import pool_configurations
 from labkit.lab.facts import (
     Agreement,
     Answer,
@@ -43,6 +44,13 @@ from labkit.lab.facts import (
 from labkit.lab.figures import Figure
 from labkit.lab.metric import Metric, Results, Table
 from labkit.lab.units import label
+from labkit.lab.verdicts import (
+    RELEVANT_GAIN,
+    decide,
+    judge_together,
+    overall_leaders,
+    seconds_more,
+)
 
 TOPICS = {
     "precision": "Precision",
@@ -63,12 +71,6 @@ NO_ROWS = "This run has no rows for it."
 NO_CALIBRATION = (
     "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
 )
-
-
-RELEVANT_GAIN = 0.1
-"""A gain that a reader would change the configuration for."""
-POWER = 0.8
-"""Probability with which the named number of further rounds shows such a gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,16 +137,16 @@ class Compare(Question):
             if not notes:
                 return None
             return Answer(verdict="not measured", reason=NO_ROWS, notes=notes)
-        leaders = metric.leaders(table)
+        table, pooled = judge_together(table, pool_configurations(table, metric.compare))
+        leaders = metric.leaders(table) or overall_leaders(pooled)
         rows = table[table[metric.compare] == leaders[0]] if leaders else table
+        overall = pooled.get(leaders[0]) if leaders else None
         better = rows[rows["verdict"] == "faster"]
         worse = rows[rows["verdict"] == "slower"]
         counts = Counts(len(rows), len(better), len(worse))
-        has_p_values = bool(rows["p"].notna().any())
-        verdict = _decide(counts, has_p_values=has_p_values, has_winner=bool(leaders))
-        # The range covers exactly the rows that are counted. Without the uncertain ones it once
-        # said "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
-        ratios = (better if len(better) else worse)["ratio"].astype(float)
+        verdict: Verdict = "undecided"
+        if rows["p"].notna().any():
+            verdict = decide(counts, overall, rows["ratio"], has_winner=bool(leaders))
         answer = Comparison(
             verdict=verdict,
             quantity=metric.value,
@@ -153,33 +155,49 @@ class Compare(Question):
             noun=self.noun,
             n_alternatives=table[metric.compare].nunique(),
             counts=counts,
+            overall=overall,
             region=find_region(rows, better, metric.configuration),
             ties=tuple(self._name(name, results) for name in leaders[1:]),
             scope=find_scope(rows, metric.configuration),
             notes=notes,
             table=table,
         )
-        if len(ratios):
-            return replace(
+        # The range covers exactly the rows that are counted. Without the uncertain ones it once
+        # said "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
+        counted = better if len(better) else worse
+        is_general = verdict == "yes" and not counts.is_mostly_better
+        if overall is not None and overall.direction and (is_general or counted.empty):
+            answer = replace(
+                answer,
+                direction=overall.direction,
+                low=overall.ratio,
+                high=overall.ratio,
+                effect=overall.ratio,
+                is_overall=True,
+            )
+        elif len(counted):
+            ratios = counted["ratio"].astype(float)
+            answer = replace(
                 answer,
                 direction="better" if len(better) else "worse",
                 low=float(ratios.min()),
                 high=float(ratios.max()),
                 effect=float(np.exp(np.log(ratios).median())),
-                advice=self._advice(answer, table),
                 overtaken=self._overtaken(table, rows, results) if len(better) else (),
             )
-        rounds = metric.samples(results.frame)["repeat"].nunique() if not metric.exact else 0
-        return replace(
-            answer, advice=self._advice(answer, table), rounds_more=_rounds_more(rows, rounds)
-        )
+        elif not metric.exact:
+            timed_s = results.timed_s(metric.select(results.frame), metric.value)
+            answer = replace(answer, seconds_more=seconds_more(rows, pooled, timed_s))
+        return replace(answer, advice=self._advice(answer, table))
 
     def _advice(self, answer: Comparison, table: pd.DataFrame) -> str | None:
         """Choose the template of the advice: to change, to keep, or none."""
         if answer.verdict == "undecided":
             return None
         if answer.is_better:
-            return self.advice if answer.counts.better > answer.counts.worse else None
+            is_overall = answer.is_overall and answer.direction == "better"
+            gains_mostly = answer.counts.better > answer.counts.worse
+            return self.advice if is_overall or gains_mostly else None
         # A gain that is not shown may still be there: keeping the default needs evidence, too.
         excludes_gain = bool((table["low"] >= 1 - RELEVANT_GAIN).all())
         return self.keep if excludes_gain else None
@@ -205,36 +223,6 @@ class Compare(Question):
 
     def _name(self, alternative: Any, results: Results) -> str:
         return results.names.get(alternative) or label(self.metric.compare, alternative)
-
-
-def _decide(counts: Counts, *, has_p_values: bool, has_winner: bool) -> Verdict:
-    """Choose the verdict; `counts` are the winner's configurations, or the rows of all
-    alternatives."""
-    if not has_p_values:
-        return "undecided"
-    if not counts.better and not counts.worse:
-        return "no clear difference"
-    if not counts.better:
-        return "no"
-    # "Yes" is for a change that a reader can make everywhere without losing.
-    if counts.worse or not has_winner or not counts.is_mostly_better:
-        return "it depends"
-    return "yes"
-
-
-def _rounds_more(rows: pd.DataFrame, rounds: int) -> int:
-    """Estimate how many rounds more would show a gain of 10%, for rows that neither show nor
-    exclude it.
-
-    The width of an interval shrinks with the square root of the number of rounds.
-    """
-    open_rows = rows[(rows["low"] < 1 - RELEVANT_GAIN) & rows["p"].notna()]
-    if open_rows.empty or not rounds:
-        return 0
-    half = np.log((open_rows["high"] / open_rows["low"]).astype(float)).median() / 2
-    reach = ndtri((1 + CONFIDENCE) / 2)
-    needed_half = -np.log(1 - RELEVANT_GAIN) * reach / (reach + ndtri(POWER))
-    return max(1, round(rounds * ((half / needed_half) ** 2 - 1)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,20 @@ class Counts:
         return 2 * self.better > self.total
 
 
+@dataclass(frozen=True)
+class Overall:
+    """One alternative over all configurations: the ratio that readers quote."""
+
+    ratio: float
+    low: float
+    high: float
+    """Its 95% interval."""
+    n: int
+    """Configurations, two or more."""
+    direction: Literal["better", "worse"] | None
+    """None if no difference is shown."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The answer of a run to a question; as it stands, that of a run without rows for it."""
@@ -108,20 +122,25 @@ class Comparison(Answer):
     """Name of the best alternative; None if there are several and none is better anywhere."""
     n_alternatives: int = 1
     direction: Literal["better", "worse"] | None = None
-    """Of the configurations that `low`, `high` and `effect` cover; None if no difference is
-    shown."""
+    """Of the ratios that `low`, `high` and `effect` cover; None if no difference is shown."""
     low: float = 1.0
     high: float = 1.0
     """Smallest and largest ratio of exactly the configurations that are counted as better, or, if
     none is, as worse."""
+    is_overall: bool = False
+    """Whether `low`, `high` and `effect` are the ratio over all configurations instead: too few
+    show by themselves what all show together."""
+    overall: Overall | None = None
+    """The subject over all configurations; None for one configuration, and without a subject."""
     region: Region | None = None
     """Where it is better, if one column tells."""
     ties: tuple[str, ...] = ()
     """Alternatives that are as good as the subject, to within the smallest relevant difference."""
     overtaken: tuple[tuple[str, Region | None], ...] = ()
     """Alternatives that are clearly better than the subject somewhere, with the region."""
-    rounds_more: int = 0
-    """Rounds that it would take to show a gain of 10%, if none is shown and none is excluded."""
+    seconds_more: float = 0.0
+    """Seconds of further rounds that would show a gain of 10%, if none is shown and none is
+    excluded."""
 
 
 @dataclass(frozen=True, kw_only=True)

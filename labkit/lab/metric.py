@@ -10,6 +10,7 @@ import pandas as pd
 from labkit.bench import statistics
 from labkit.costs.calibration import Calibration
 from labkit.lab.facts import STATUSES, Note
+from labkit.lab.phrases import is_time
 from labkit.lab.units import label
 
 
@@ -40,6 +41,19 @@ class Results:
         for name, value in where.items():
             rows = rows[rows[name] == value]
         return rows[list(columns)]
+
+    def timed_s(self, rows: pd.DataFrame, value: str) -> float:
+        """Seconds that the rounds behind these rows took, with all alternatives of their points.
+
+        0 if `value`, the column that was timed, holds no seconds.
+        """
+        if not is_time(value) or "point" not in rows:
+            return 0.0
+        timed = self.frame[self.frame["point"].isin(rows["point"])]
+        if "is_sum" in timed:  # its parts have rows, too
+            timed = timed[timed["is_sum"].isna()]
+        by_rank = timed.groupby(["point", "rank"])[value].sum()
+        return float(by_rank.groupby("point").max().sum())
 
 
 Table = Callable[[Results], pd.DataFrame]

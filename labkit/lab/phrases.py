@@ -105,6 +105,35 @@ def amount(answer: Comparison) -> Amount | None:
     return Amount(_factor_span(answer.low, answer.high), phrases.multiple)
 
 
+def interval(ratio: float, low: float, high: float, phrases: Phrasing) -> str:
+    """Word a ratio with its interval: "12% [8, 16] less time", "3 [2.5, 3.6] times faster"."""
+    if ratio < 1 / TWOFOLD and phrases.fraction.is_share:
+        phrase = phrases.fraction
+        numbers = _percents(ratio, low, high)
+    elif ratio < 1 / TWOFOLD:
+        phrase = phrases.fraction
+        numbers = [format_factor(1 / one) for one in (ratio, high, low)]
+    elif ratio < 1:
+        phrase = phrases.less
+        numbers = _percents(1 - ratio, 1 - high, 1 - low)
+    elif ratio < TWOFOLD:
+        phrase = phrases.more
+        numbers = _percents(ratio - 1, low - 1, high - 1)
+    else:
+        phrase = phrases.multiple
+        numbers = [format_factor(one) for one in (ratio, low, high)]
+    value, first, last = numbers
+    unit = "%" if phrase is phrases.less or phrase is phrases.more or phrase.is_share else ""
+    bounds = f" [{first}, {last}]" if low < high else ""
+    return f"{value}{unit}{bounds} {phrase.words}"
+
+
+def _percents(*shares: float) -> list[str]:
+    """Percents without a decimal, or with one if the first is below 1%."""
+    digits = 0 if abs(100 * shares[0]) >= 0.95 else 1
+    return [f"{100 * share:.{digits}f}" for share in shares]
+
+
 def _factor_span(low: float, high: float) -> str:
     return _span(format_factor(low), format_factor(high))
 

@@ -7,8 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from labkit.lab.facts import Agreement, Answer, Comparison, Finding, Note, Region, Scope, Status
-from labkit.lab.phrases import Amount, amount, ceil_percent, format_outside, is_time, phrasing
-from labkit.lab.units import column, counted, format_value, join_words, label, label_range
+from labkit.lab.phrases import (
+    Amount,
+    amount,
+    ceil_percent,
+    format_outside,
+    interval,
+    is_time,
+    phrasing,
+)
+from labkit.lab.units import (
+    column,
+    counted,
+    format_seconds,
+    format_value,
+    join_words,
+    label,
+    label_range,
+)
 
 MAX_NAMES = 4  # a scope lists up to this many names, and counts more
 MAX_REGION_NAMES = 3
@@ -61,13 +77,13 @@ def _compare(answer: Comparison) -> tuple[str, str, str]:
     if answer.verdict == "no clear difference":
         return _no_difference(answer)
     if name is None:
-        if counts.worse == counts.total:
-            return "No", "", f"every {answer.noun} is {phrases.worse} than {baseline}."
-        return "No", "", f"no {answer.noun} is measurably {phrases.better} than {baseline}."
+        return _no_winner(answer)
     if answer.verdict == "no" and counts.worse < counts.total:
         text = f"{name} is never measurably {phrases.better} than {baseline}"
         return "No", "", f"{text}, and {phrases.worse} in some configurations."
     clause = f"{name} {_clause(answer)} {baseline}"
+    if answer.is_overall:
+        return capitalize(answer.verdict), f"over all {counts.total} configurations", f"{clause}."
     if answer.verdict == "no":
         return "No", "", f"{clause}."
     region = _short_region(answer)
@@ -81,6 +97,15 @@ def _compare(answer: Comparison) -> tuple[str, str, str]:
     return "", f"only {region}", f"{clause}."
 
 
+def _no_winner(answer: Comparison) -> tuple[str, str, str]:
+    phrases = phrasing(answer.quantity)
+    if answer.counts.worse == answer.counts.total:
+        text = f"every {answer.noun} is {phrases.worse} than {answer.baseline}"
+    else:
+        text = f"no {answer.noun} is measurably {phrases.better} than {answer.baseline}"
+    return "No", "", f"{text}."
+
+
 def _no_difference(answer: Comparison) -> tuple[str, str, str]:
     noun = phrasing(answer.quantity).noun
     if answer.subject is not None:
@@ -90,10 +115,28 @@ def _no_difference(answer: Comparison) -> tuple[str, str, str]:
     else:
         count = answer.n_alternatives
         text = f"none of {count} {answer.noun}s differs clearly in {noun} from {answer.baseline}"
-    if not answer.rounds_more:
+    if not answer.seconds_more:
         return "", "", f"{text}."
-    rounds = counted(answer.rounds_more, "round")
-    return "", "", f"{text}; undecided: about {rounds} more would show a gain of 10%."
+    more = format_seconds(float(f"{answer.seconds_more:.1g}"))
+    return "", "", f"{text}; about {more} more of rounds would show a gain of 10%."
+
+
+def overall(answer: Answer) -> str:
+    """Say how the subject compares with the baseline over all configurations; "" for a single one.
+
+    "Over all 4 configurations: 12% [8, 16] less time."
+    """
+    if not isinstance(answer, Comparison) or answer.overall is None:
+        return ""
+    one = answer.overall
+    phrases = phrasing(answer.quantity)
+    start = f"Over all {one.n} configurations"
+    if one.direction is not None:
+        return f"{start}: {interval(one.ratio, one.low, one.high, phrases)}."
+    if one.low == one.high:
+        return f"{start}: no difference of 3% or more."
+    ends = [interval(end, end, end, phrases) for end in (one.low, one.high)]
+    return f"{start}: between {ends[0]} and {ends[1]}."
 
 
 def _clause(answer: Comparison) -> str:
@@ -159,7 +202,7 @@ def advice(answer: Answer) -> str | None:
 
 
 def _where(answer: Comparison) -> str:
-    if not answer.is_better or answer.counts.better == answer.counts.total:
+    if not answer.is_better or answer.is_overall or answer.counts.better == answer.counts.total:
         return ""
     if answer.region is not None:
         return f" {describe_region(answer.region)}"

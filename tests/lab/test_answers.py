@@ -1,6 +1,8 @@
 """Verdicts of comparisons, checks and reports: made-up frames, and the claims that noise must not
 make."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.facts import Note, Region
 from labkit.lab.metric import Metric, Results
-from labkit.lab.wording import advice, change, headline, scope
+from labkit.lab.wording import advice, change, headline, overall, scope
 from tests.cases import thinned
 
 METRIC = Metric("seconds", "way", ("size",))
@@ -177,16 +179,71 @@ def test_advice_to_keep_the_baseline_needs_intervals_that_exclude_a_gain_of_10_p
     wide = ask(frame({"a": [1.0, 1.0]}, noise=0.4), keep=keep)
     assert wide.verdict == "no clear difference"
     assert wide.advice is None
-    assert wide.rounds_more > 10
     # slower in one configuration, but the other one may gain
     assert ask(with_spread({"a": [1.2, 0.97]}, noise=[0.02, 0.4]), keep=keep).advice is None
 
 
-def test_more_rounds_are_named_only_if_a_gain_is_neither_shown_nor_excluded():
-    assert ask(frame({"a": [1.0]})).rounds_more == 0
-    assert ask(frame({"a": [0.5]})).rounds_more == 0
-    few = ask(frame({"a": [1.0]}, noise=0.4)).rounds_more
-    assert 0 < few < ask(frame({"a": [1.0]}, noise=0.8)).rounds_more
+def timed(ratios, **options):
+    """Samples of one point."""
+    return frame(ratios, **options).assign(point="p", is_sum=None)
+
+
+def test_seconds_are_named_only_if_a_gain_is_neither_shown_nor_excluded():
+    assert ask(timed({"a": [1.0]})).seconds_more == 0
+    assert ask(timed({"a": [0.5]})).seconds_more == 0
+    few = ask(timed({"a": [1.0]}, noise=0.4)).seconds_more
+    more = ask(timed({"a": [1.0]}, noise=0.8)).seconds_more
+    assert ROUNDS < few < more  # a round takes two seconds
+    # rounds of a sum are none of their own
+    total = timed({"a": [1.0]}, noise=0.4).assign(is_sum=True, size=9)
+    both = pd.concat([timed({"a": [1.0]}, noise=0.4), total])
+    question = Compare(id="q", text="?", metric=replace(METRIC, where={"size": 0}), baseline="base")
+    assert question.answer(Results(both)).seconds_more == pytest.approx(few)
+
+
+def test_all_configurations_together_show_what_none_shows_alone():
+    rows = frame({"a": [0.9] * 8}, noise=0.12, rounds=8)
+    answer = ask(rows)
+    assert not answer.counts.better
+    assert answer.verdict == "yes"
+    assert answer.direction == "better"
+    assert answer.is_overall
+    assert advice(answer) == "Use a."
+    assert answer.overall.n == 8
+    assert answer.overall.low < 0.9 < answer.overall.high < 1
+    assert f"{100 * (1 - answer.overall.ratio):.0f}%" in headline(answer)
+    assert f"{100 * (1 - answer.overall.low):.0f}" in overall(answer)
+
+
+def test_a_gain_in_a_few_configurations_is_none_over_all():
+    """Also if it is so large that the mean over all shows it."""
+    answer = ask(frame({"a": [0.2, 0.2, 1.0, 1.0, 1.0, 1.0, 1.0]}))
+    assert answer.overall.direction == "better"
+    assert answer.verdict == "it depends"
+    assert answer.high < 0.3
+    opposite = ask(frame({"a": [0.2, 0.2, 0.2, 1.3]}))
+    assert opposite.verdict == "it depends"
+    assert ask(frame({"a": [0.5]})).overall is None
+
+
+def test_a_loss_over_all_configurations_is_no_gain():
+    answer = ask(frame({"a": [1.1] * 8}, noise=0.12, rounds=8), keep="Keep the baseline.")
+    assert answer.verdict == "no"
+    assert answer.direction == "worse"
+    assert answer.advice is None or answer.table["low"].min() >= 0.9
+
+
+def test_counts_over_all_configurations_have_no_interval():
+    metric = Metric("peak_bytes", "way", ("size",), exact=True)
+    rows = [
+        {"size": size, "way": way, "rank": 0, "repeat": 0, "peak_bytes": n_bytes * (1 + size)}
+        for way, n_bytes in (("base", 2**20), ("a", 2**19))
+        for size in range(3)
+    ]
+    question = Compare(id="q", text="?", metric=metric, baseline="base")
+    answer = question.answer(Results(pd.DataFrame(rows)))
+    assert answer.overall.ratio == answer.overall.low == answer.overall.high == pytest.approx(0.5)
+    assert "[" not in overall(answer)
 
 
 def test_an_alternative_that_beats_the_named_one_somewhere_is_named_with_the_region():

@@ -119,12 +119,12 @@ def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
 )
 def test_only_a_gain_that_is_shown_replaces_single_recommendations(verdict, replaces, tmp_path):
     ratio = {"yes": 0.6, "no": 1.2}.get(verdict, 1.0)
-    gain = answer("gain", verdict=verdict, ratio=ratio, advice="train combined.", rounds_more=14)
+    gain = answer("gain", verdict=verdict, ratio=ratio, advice="train combined.", seconds_more=14.0)
     html = index(tmp_path, gain, BETTER, rows=[COMBINED])
     assert ("import torch" in html) is replaces
     assert ("Train combined" in html) is replaces
     assert ("Use bf16" in html) is not replaces
-    assert ("about 14 rounds more" in html) is (verdict == "no clear difference")
+    assert ("about 10 s more" in html) is (verdict == "no clear difference")
 
 
 def test_the_largest_findings_come_by_size_and_what_everybody_expects_is_not_among_them(tmp_path):

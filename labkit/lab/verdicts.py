@@ -1,0 +1,74 @@
+"""The verdict of a comparison: its rows and all configurations together, judged by one rule."""
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, Literal
+
+import pandas as pd
+from scipy.special import ndtri
+
+from labkit.bench.intervals import CONFIDENCE, POWER
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, with_verdicts
+from labkit.lab.facts import Counts, Overall, Verdict
+
+RELEVANT_GAIN = 0.1
+"""A gain that a reader would change the configuration for."""
+
+
+def judge_together(
+    table: pd.DataFrame, pooled: pd.DataFrame
+) -> tuple[pd.DataFrame, dict[Any, Overall]]:
+    """Judge rows and pooled rows as one question; return the rows and the others by alternative."""
+    both = pd.concat([table[["ratio", "p"]], pooled[["ratio", "p"]].astype(float)])
+    verdicts = with_verdicts(both)["verdict"].to_list()
+    directions: dict[str, Literal["better", "worse"]] = {"faster": "better", "slower": "worse"}
+    by_name = {}
+    for row, verdict in zip(pooled.to_numpy(), verdicts[len(table) :], strict=True):
+        name, ratio, low, high, _, n = row
+        by_name[name] = Overall(ratio, low, high, int(n), directions.get(verdict))
+    return table.assign(verdict=verdicts[: len(table)]), by_name
+
+
+def overall_leaders(pooled: Mapping[Any, Overall]) -> list[Any]:
+    """Return the best alternative over all configurations if it is better than the baseline."""
+    better = [name for name, one in pooled.items() if one.direction == "better"]
+    return sorted(better, key=lambda name: pooled[name].ratio)[:1]
+
+
+def decide(
+    counts: Counts, overall: Overall | None, ratios: pd.Series, *, has_winner: bool
+) -> Verdict:
+    """Choose the verdict; `counts` are the winner's configurations, or the rows of all
+    alternatives."""
+    direction = overall.direction if overall else None
+    is_better = counts.better > 0 or direction == "better"
+    is_worse = counts.worse > 0 or direction == "worse"
+    if not is_better:
+        return "no" if is_worse else "no clear difference"
+    # "Yes" is for a change that a reader can make everywhere without losing. A large gain in a few
+    # configurations is a gain over all of them, too, so more than half must lean that way.
+    n_leaning = int((ratios <= 1 - MIN_RELEVANT_DIFFERENCE).sum())
+    is_general = direction == "better" and 2 * n_leaning > counts.total
+    if is_worse or not has_winner or not (counts.is_mostly_better or is_general):
+        return "it depends"
+    return "yes"
+
+
+def seconds_more(rows: pd.DataFrame, pooled: Mapping[Any, Overall], timed_s: float) -> float:
+    """Estimate how many seconds of rounds more would show a gain of 10%; 0 if it is excluded.
+
+    The width of an interval shrinks with the square root of the time. That over all configurations
+    counts if there are several.
+    """
+    intervals = [(one.low, one.high) for one in pooled.values()]
+    if not intervals:
+        known = rows[rows["p"].notna()]
+        intervals = list(zip(known["low"], known["high"], strict=True))
+    still_open = [high / low for low, high in intervals if low < 1 - RELEVANT_GAIN]
+    if not still_open or not timed_s:
+        return 0.0
+    half = math.log(median(still_open)) / 2
+    reach = ndtri((1 + CONFIDENCE) / 2)
+    needed_half = -math.log(1 - RELEVANT_GAIN) * reach / (reach + ndtri(POWER))
+    return max(1.0, timed_s * ((half / needed_half) ** 2 - 1))
