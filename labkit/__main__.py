@@ -5,10 +5,12 @@ import atexit
 import errno
 import gc
 import logging
+import math
 import os
 import select
 import signal
 import sys
+import time
 import warnings
 from contextlib import closing
 from itertools import product
@@ -54,6 +56,14 @@ Json = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated."),
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1,
+        help="Time that it may take; what does not fit is left out.",
+        show_default="no limit",
+    ),
 ]
 Resume = Annotated[
     str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")
@@ -170,6 +180,7 @@ def measure(
     profile: Profile = None,
     settings: Settings = None,
     resume: Resume = None,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
@@ -183,7 +194,10 @@ def measure(
             "--resume takes its parameters from the run: leave out --profile and --set"
         )
     profile = profile or "quick"
-    config = study.configure(profile, parse_assignments(settings or []))
+    parameters = parse_assignments(settings or [])
+    if minutes is not None:
+        parameters["budget_s"] = 60 * minutes
+    config = study.configure(profile, parameters)
     require_loopback()
     if resume is None:
         require_device(getattr(config, "device", None))
@@ -226,14 +240,16 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")
     ] = None,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
+    from labkit.lab.commands.console import print_page, print_plan
     from labkit.lab.pages.execute import Kernel
     from labkit.lab.pages.index import write_index
-    from labkit.lab.pages.report import plan_report, report_lab
+    from labkit.lab.pages.report import LabResult, plan_report, report_lab
+    from labkit.lab.pages.report_time import ReportTime, plan_time
     from labkit.lab.runs.store import Run, find_run
-    from labkit.lab.units import format_seconds
 
     if run is not None and not labs:
         folders = product((project.recorded_directory(), project.runs_directory()), LABS)
@@ -254,25 +270,23 @@ def report(
         if page.is_edited:
             edited = project.path_from_here(project.notebook_path(page.study.name))
             err.print(f"{edited}: edited; the report runs the committed notebook")
+    results = list[LabResult]()
+    say = err if as_json else out
+    times = ReportTime()
     if run is None:
         require_device(parameters.get("device"))
         print_load()
+        deadline = time.monotonic() + 60 * (minutes or math.inf)
         calibrate_first(studies, profile or "quick")
-    results = []
-    say = err if as_json else out
+        times = plan_time(pages, deadline)
+        print_plan(times, say)
     with closing(Kernel(studies)) as kernel:
         for page in pages:
+            page = times.limit(page)
             with progress(page.study.name) as show:
                 result = report_lab(page, output, kernel, show)
             results.append(result)
-            outcome, style = (
-                (f"failed: {result.error}", "bold red") if result.error else ("ok", None)
-            )
-            path = project.path_from_here(result.page)
-            say.print(
-                f"{result.study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {path}",
-                style=style,
-            )
+            print_page(result, say)
             index = write_index(map(load_lab, LABS), output, to_come=studies[len(results) :])
             if len(results) in (1, len(studies)):
                 say.print(f"index: {project.path_from_here(index)}")

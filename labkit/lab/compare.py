@@ -25,6 +25,7 @@ from labkit.lab.ratios import NO_DIFFERENCE, PLACES, USUAL_VARIATION, compare_ra
 from labkit.lab.runs.store import Run
 
 REPEATING = {"seed", "warmup", "repeats", "gain", "rounds_s", "sessions", "timeout_s"}
+REPEATING |= {"budget_s"}
 REPEATING |= {"ratio_within"}  # older runs have it in the place of `gain`
 """Parameters of how often and how long: runs that differ in them are comparable."""
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}

@@ -60,6 +60,9 @@ class LabConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    budget_s: Seconds | None = None
+    """Seconds that a run may take; points that do not fit are left out. None: no limit."""
+
     @field_validator("*")
     @classmethod
     def _drop_repetitions(cls, value: Any) -> Any:

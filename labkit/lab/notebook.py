@@ -28,6 +28,7 @@ from labkit.lab.parameters import (
     locate_run,
 )
 from labkit.lab.project import check_writable, figures_directory, notebook_path
+from labkit.lab.runs.budget import with_more_rounds
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
 from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
 from labkit.lab.runs.store import Run
@@ -121,17 +122,17 @@ class OpenLab:
         models: Mapping[str, Any] | None = None,
         guess: Mapping[str, float] | None = None,
         only: bool = False,
+        more: float | None = None,
     ) -> pd.DataFrame:
-        """Measure, or read the run that the parameter `run` names; show the coverage; return the
-        frame.
+        """Measure, or read the run that `run` names; show the coverage; return the frame.
 
         Args:
             alternatives: yours by name, such as `{"mine": my_all_reduce}`; checked, interleaved
-            with labkit's and
-                plotted with them. The docstring of the lab's `register` says what they must do.
-            models: yours by name, measured with the named sizes (`labkit.lab.user_models`). guess:
-            your numbers by the names of rows; answers on predictions show them next to the measured
-            ones. only: whether to measure yours alone, with the baseline, without labkit's.
+                with labkit's and plotted with them. See the docstring of the lab's `register`.
+            models: yours by name, measured with the named sizes (`labkit.lab.user_models`).
+            guess: your numbers by the names of rows, shown next to the measured ones.
+            only: whether to measure yours alone, with the baseline, without labkit's.
+            more: seconds of rounds in addition, which decide what an answer leaves open.
 
         Returns:
             One row per (point, rank, repeat), units in the column names.
@@ -150,9 +151,11 @@ class OpenLab:
         else:
             self._plugins = Plugins(alternatives or {}, models or {})
             check_plugins(self.study, self._plugins)
-            begin = partial(
-                measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only
-            )
+            config = self.config
+            if more is not None:
+                config = with_more_rounds(self.study, config, more)
+            profile = self.parameters.profile
+            begin = partial(measure, self.study, config, profile=profile, only_plugins=only)
             self._run = self._measure(
                 partial(begin, on_start=partial(setattr, self, "_interrupted"))
             )
@@ -170,8 +173,7 @@ class OpenLab:
         return result
 
     def resume(self) -> pd.DataFrame:
-        """Measure the rest of an interrupted `measure()` with the same alternatives. ParameterError
-        if none began."""
+        """Measure the rest of an interrupted `measure()`. ParameterError if none began."""
         if self._interrupted is not None:
             self._run = self._measure(partial(resume, self.study, self._interrupted))
             self._answers = {}

@@ -16,6 +16,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from labkit.lab.compare import Pair
     from labkit.lab.declaration import Lab
+    from labkit.lab.pages.report import LabResult
+    from labkit.lab.pages.report_time import ReportTime
     from labkit.lab.runs.progress import Progress
     from labkit.lab.runs.store import Run
 
@@ -101,6 +103,31 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
         err.print(CALIBRATING)
         with progress(LIMITS) as show:
             calibrate(on_progress=show, on_output=err.print)
+
+
+def print_plan(times: "ReportTime", console: Console) -> None:
+    """Say how long a report takes here, or how its time is divided among the labs."""
+    from labkit.lab.units import format_seconds
+
+    console.print(f"everything takes about {format_seconds(round(times.total_s))} on this machine")
+    if times.is_limited:
+        console.print("planned seconds of measuring, of those that everything takes:")
+        shares = times.shares()
+        for lab, seconds in times.expected.items():
+            console.print(f"  {lab:18s} {min(shares[lab], seconds):.0f} of {seconds:.0f}")
+
+
+def print_page(result: "LabResult", console: Console) -> None:
+    """Say how a lab of a report ended, where its page is, and for what there was no time."""
+    from labkit.lab.project import path_from_here
+    from labkit.lab.units import format_seconds
+
+    outcome = f"failed: {result.error}" if result.error else "ok"
+    took = f"in {format_seconds(result.elapsed_s)}; {path_from_here(result.page)}"
+    style = "bold red" if result.error else None
+    console.print(f"{result.study.name}: {outcome}, {took}", style=style)
+    if result.left_out:
+        console.print(f"  left out: {'; '.join(result.left_out)}")
 
 
 def print_load(run: Path | None = None) -> None:

@@ -7,8 +7,8 @@ only sorting, hovering and switches need its script. The lab's record stands nex
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from latex2mathml.converter import convert as latex_to_mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
+from labkit.lab.config import LabConfig
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_rows, machine_summary
@@ -33,16 +34,19 @@ from labkit.lab.pages.html import (
 )
 from labkit.lab.pages.provenance import RULE, provenance_rows
 from labkit.lab.pages.record import PageRecord, answered_run, notebook_run
-from labkit.lab.parameters import report_parameters
+from labkit.lab.parameters import check_parameters, notebook_parameters, report_parameters
 from labkit.lab.project import (
     check_writable,
     committed_notebook,
     figures_directory,
+    from_project,
     relative_to_project,
     runs_directory,
     write_file,
 )
 from labkit.lab.runs.progress import Progress
+from labkit.lab.runs.store import Run
+from labkit.machine.description import describe_machine
 
 _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
 
@@ -56,6 +60,8 @@ class LabResult:
     elapsed_s: float
     error: str | None
     """Cause of a failure in one line, or None; the page shows how far the lab came."""
+    left_out: Sequence[str] = ()
+    """Titles of points for which there was no time."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,15 @@ class PlannedPage:
     is_edited: bool
     """Whether the file differs from `notebook`."""
     parameters: Mapping[str, Any]
+    config: LabConfig
+
+    def within(self, seconds: float) -> "PlannedPage":
+        """Return the same page with points for so many seconds."""
+        config = self.parameters.get("config")
+        if config is None:
+            config = notebook_parameters(self.notebook, self.study.name)["config"]
+        parameters = {**self.parameters, "config": config | {"budget_s": round(seconds, 1)}}
+        return replace(self, parameters=parameters)
 
 
 def plan_report(
@@ -82,9 +97,9 @@ def plan_report(
     folders = [output / "notebooks"]
     for study in studies:
         text, is_edited = committed_notebook(study.name)
-        pages.append(
-            PlannedPage(study, text, is_edited, report_parameters(study, text, parameters))
-        )
+        values = report_parameters(study, text, parameters)
+        config = check_parameters(study, notebook_parameters(text, study.name) | values).config
+        pages.append(PlannedPage(study, text, is_edited, values, config))
         folders.append(figures_directory() / study.name)
         if parameters.get("run") is None:
             folders.append(runs_directory() / study.name)
@@ -111,8 +126,22 @@ def report_lab(
         execute_notebook(planned.notebook, notebook, planned.parameters, kernel, on_progress)
     except NotebookFailed as failure:
         error = str(failure)
-    export_page(notebook, page, study, error=error)
-    return LabResult(study, page, time.monotonic() - start, error)
+    record = export_page(notebook, page, study, error=error)
+    left_out: list[str] = []
+    if record.run is not None and "budget_s" in (planned.parameters.get("config") or {}):
+        left_out = _left_out(planned, Run.load(from_project(record.run)))
+    return LabResult(study, page, time.monotonic() - start, error, left_out)
+
+
+def _left_out(planned: PlannedPage, run: Run) -> list[str]:
+    """Return the titles of points that this machine can measure and the run has skipped."""
+    machine = describe_machine()
+    points = {point.id: point for point in planned.study.plan(planned.config, machine)}
+    return [
+        points[id].title()
+        for id, end in run.ends.items()
+        if end.status == "skipped" and id in points and points[id].skip_reason(machine) is None
+    ]
 
 
 class _Renderer(IPythonRenderer):

@@ -16,6 +16,7 @@ from labkit.bench.intervals import MIN_SAMPLES
 from labkit.bench.probe import PROBE, probed
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, by_ranks
+from labkit.lab.runs.budget import Budget
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.units import format_seconds
@@ -47,13 +48,18 @@ class Executor:
     total: int
     """Points of the run, `done` of them before."""
     done: int = 0
+    budget: Budget | None = None
     _start: float = field(default_factory=time.monotonic)
     _size_limits: dict[Any, tuple[float, str]] = field(default_factory=dict)
     """By series: the size from which points are skipped, and the reason."""
+    _excluded: set[str] = field(default_factory=set)
+    """Points that are left out for the budget, before anything is measured."""
     _rows_s: list[float] = field(default_factory=list)
     """Time of each row of the current point, from the median: one stall makes no point too long."""
 
     def measure(self, points: list[Point]) -> None:
+        if self.budget is not None:
+            self._excluded = self.budget.exclude(points)
         for same_ranks in by_ranks(points):
             while same_ranks:
                 same_ranks = self._skip(same_ranks)
@@ -78,12 +84,20 @@ class Executor:
             limit, too_large = self._size_limits.get(series, (math.inf, ""))
             reason = point.skip_reason(machine) or (too_large if size >= limit else None)
             reason = reason or too_many_ranks_reason(point.world_size)
+            if reason is None and self.budget is not None and not self._fits(point):
+                reason = self.budget.reason
             if reason is None:
                 remaining.append(point)
             else:
                 self.writer.end_point(point, "skipped", reason=reason)
                 self.done += 1
         return remaining
+
+    def _fits(self, point: Point) -> bool:
+        """Return whether the budget, if there is one, has time for a point."""
+        if self.budget is None:
+            return True
+        return point.id not in self._excluded and self.budget.has_time_for(point)
 
     def _measure_group(self, points: list[Point]) -> int:
         """Measure points of one group of ranks, until all ended or the rest is too large; return
@@ -111,7 +125,10 @@ class Executor:
                         probe = {}
                         if ended < len(points):
                             self._show(points[ended].title())
-                        if self._limit_series(point, event) and not is_job_rank():
+                        is_limited = self._limit_series(point, event)
+                        if ended < len(points) and not self._fits(points[ended]):
+                            is_limited = True
+                        if is_limited and not is_job_rank():
                             break  # the ranks of a torchrun job all go on to the next point
         return ended
 
@@ -138,6 +155,8 @@ class Executor:
         )
         shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
         self.done += 1
+        if self.budget is not None:
+            self.budget.count(point, end.elapsed_s)
 
     def _limit_series(self, point: Point, end: PointEnd) -> bool:
         """Skip larger points of a series after one that ran out of memory or took far too long;

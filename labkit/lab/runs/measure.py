@@ -16,6 +16,7 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab, find_lab
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
+from labkit.lab.runs.budget import Budget, expected_seconds
 from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
@@ -80,9 +81,11 @@ def measure(
             for point in points if unavailable else ():
                 writer.end_point(point, "skipped", reason=unavailable)
             if not unavailable:
-                Executor(study, plugins, writer, on_progress, on_output, len(points)).measure(
-                    points
-                )
+                executor = Executor(study, plugins, writer, on_progress, on_output, len(points))
+                if config.budget_s is not None:
+                    expected = expected_seconds(study, points, describe_machine())
+                    executor.budget = Budget(config.budget_s, expected)
+                executor.measure(points)
         return Run.load(writer.path)
 
 

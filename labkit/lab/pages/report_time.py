@@ -1,0 +1,65 @@
+"""How long a report takes on this machine, and how a given time is divided among its labs."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from labkit.lab.pages.report import PlannedPage
+from labkit.lab.runs.budget import expected_lab_seconds
+from labkit.machine.description import describe_machine
+
+PAGE_S = 4.0
+"""Seconds of a page besides its points: the notebook's other cells, figures, HTML."""
+MIN_SHARE_S = 1.0
+
+
+@dataclass
+class ReportTime:
+    """The expected time of each lab, and what is left of the report's."""
+
+    expected: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the points of each lab, by its name, in the order of measuring."""
+    deadline: float = math.inf
+    """When the last page must be written, by `time.monotonic`."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that the whole report takes without a budget."""
+        return sum(self.expected.values()) + PAGE_S * len(self.expected)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.deadline < math.inf
+
+    def limit(self, page: PlannedPage) -> PlannedPage:
+        """Return the next page with points for the time that its lab may take."""
+        if not self.is_limited:
+            return page
+        name = page.study.name
+        return page.within(self.shares(name)[name])
+
+    def shares(self, first: str | None = None) -> dict[str, float]:
+        """Return the seconds that the points of each lab may take, from the `first` one on.
+
+        They are in proportion to the expected ones. Each lab that ends changes those of the others:
+        what it took too much or too little is divided among them.
+        """
+        names = list(self.expected)
+        to_come = {name: self.expected[name] for name in names[names.index(first or names[0]) :]}
+        remaining_s = self.deadline - time.monotonic() - PAGE_S * len(to_come)
+        total_s = max(sum(to_come.values()), 1e-9)
+        return {
+            lab: max(MIN_SHARE_S, remaining_s * seconds / total_s)
+            for lab, seconds in to_come.items()
+        }
+
+
+def plan_time(pages: Sequence[PlannedPage], deadline: float) -> ReportTime:
+    """Plan the time of a report."""
+    machine = describe_machine()
+    expected = {}
+    for page in pages:
+        points = page.study.plan(page.config, machine)
+        expected[page.study.name] = expected_lab_seconds(page.study, points, machine)
+    return ReportTime(expected, deadline)

@@ -1,0 +1,181 @@
+"""A run within a time: how long its points take on this machine, and which are left out."""
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+
+import numpy as np
+
+from labkit.costs.calibration import Calibration
+from labkit.lab.calibration import newest_calibration
+from labkit.lab.config import LabConfig, ParameterError
+from labkit.lab.declaration import Lab
+from labkit.lab.point import MODEL_FIELDS, START_S, Point, by_ranks
+from labkit.lab.project import recorded_directory, runs_directory
+from labkit.lab.runs.store import Run, newest_runs
+from labkit.lab.units import format_seconds
+from labkit.machine.description import Machine, describe_machine
+
+MAX_RUNS = 3
+"""Newest runs of a lab that are read."""
+HOW_LONG = {"seed", "timeout_s", "gain", "ratio_within", "repeats", "rounds_s"}
+"""Fields of a point that do not change what is measured."""
+FLOPS = 1e9
+ADDED_BYTES = 2**24
+"""Work by which two machines are compared: a matmul and an addition of medium size."""
+
+
+@dataclass
+class Budget:
+    """The time of one run, which its points use up; those that do not fit are left out."""
+
+    seconds: float
+    expected: Mapping[str, float]
+    """Seconds by point, from `expected_seconds`."""
+    _start: float = field(default_factory=time.monotonic)
+    _measured_s: float = 0.0
+    _expected_s: float = 0.0
+
+    def exclude(self, points: Sequence[Point]) -> set[str]:
+        """Return the ids of the points to leave out: the longest, until the others fit.
+
+        The last point of a kind goes only if nothing else is left: a question may be about it.
+        """
+        excess_s = sum(self.expected[point.id] for point in points) - self.seconds
+        left = Counter(map(_kind, points))
+        excluded = set[str]()
+        longest_first = sorted(points, key=lambda point: -self.expected[point.id])
+        for spares_last in (True, False):
+            for point in longest_first:
+                is_spared = spares_last and left[_kind(point)] == 1
+                if excess_s > 0 and point.id not in excluded and not is_spared:
+                    excluded.add(point.id)
+                    left[_kind(point)] -= 1
+                    excess_s -= self.expected[point.id]
+        return excluded
+
+    def count(self, point: Point, elapsed_s: float) -> None:
+        """Take the time of a point that has ended into account."""
+        self._measured_s += elapsed_s
+        self._expected_s += self.expected[point.id]
+
+    def has_time_for(self, point: Point) -> bool:
+        """Return whether a point fits, if points go on taking longer or shorter than expected."""
+        pace = 1.0
+        if self._expected_s > 0:
+            pace = self._measured_s / self._expected_s
+        remaining_s = self._start + self.seconds - time.monotonic()
+        return pace * self.expected[point.id] <= remaining_s
+
+    @property
+    def reason(self) -> str:
+        """Why a point is left out."""
+        return f"left out to fit into {format_seconds(round(self.seconds))}"
+
+
+def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> dict[str, float]:
+    """Return the seconds that each point takes on this machine, with the start of its ranks.
+
+    They are those of the same point in this machine's newest runs, or in the recorded run, times
+    how much longer this machine takes for the same work. A point of neither is planned by its
+    memory and its rounds. Points that this machine cannot measure take no time.
+    """
+    known = dict[str, tuple[float, float]]()  # seconds, and those that rounds could have taken
+    for run in newest_runs(recorded_directory() / study.name):
+        known |= _elapsed(run, slowness(run.header.calibration, machine))
+    for run in reversed([*islice(newest_runs(runs_directory() / study.name), MAX_RUNS)]):
+        if run.header.machine.identity == machine.identity:
+            known |= _elapsed(run)
+    expected = {}
+    for group in by_ranks(points):
+        start_s = START_S[group[0].device_type] / len(group)
+        for point in group:
+            expected[point.id] = 0.0
+            if point.skip_reason(machine) is None:
+                seconds = point.planned_s
+                key = _key(point.describe())
+                if key in known:
+                    elapsed_s, rounds_s = known[key]
+                    # rounds that may take longer than they did
+                    seconds = elapsed_s + max(0.0, _rounds_s(point) - rounds_s)
+                expected[point.id] = start_s + seconds
+    return expected
+
+
+def expected_lab_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> float:
+    """Return the seconds of all points of a lab.
+
+    A lab that plans its points by the runs of others has none yet: it takes as long as its
+    recorded run.
+    """
+    if points:
+        return sum(expected_seconds(study, points, machine).values())
+    for run in newest_runs(recorded_directory() / study.name):
+        pace = slowness(run.header.calibration, machine)
+        return pace * sum(end.elapsed_s for end in run.ends.values())
+    return 0.0
+
+
+def slowness(calibration: Calibration | None, machine: Machine) -> float:
+    """Return how many times as long this machine takes as the calibrated one; 1 if unknown."""
+    local = newest_calibration(machine)
+    if calibration is None or local is None:
+        return 1.0
+    device = machine.device("auto")
+    here = local.rates_on(device)
+    there = calibration.rates_on(device)
+    if here is None or there is None:
+        return 1.0
+    ratios = [
+        here.operator_s(flops, n_bytes) / there.operator_s(flops, n_bytes)
+        for flops, n_bytes in ((FLOPS, 0.0), (0.0, ADDED_BYTES))
+    ]
+    return float(np.exp(np.mean(np.log(ratios))))
+
+
+def with_more_rounds(study: Lab, config: LabConfig, more_s: float) -> LabConfig:
+    """Return the config with so many seconds more for rounds, over all points.
+
+    ParameterError for a lab whose rounds have no time that could be longer.
+    """
+    machine = describe_machine()
+    points = [one for one in study.plan(config, machine) if one.skip_reason(machine) is None]
+    rounds_s = sum(map(_rounds_s, points))
+    values = config.model_dump()
+    if not rounds_s or values.get("rounds_s") is None:
+        raise ParameterError(f"{study.name}: expected rounds with a time (`rounds_s`)")
+    factor = 1 + more_s / rounds_s
+    longer = {
+        "rounds_s": factor * values["rounds_s"],
+        "repeats": math.ceil(factor * values["repeats"]),
+    }
+    return config.model_copy(update=longer)
+
+
+def _rounds_s(point: Point) -> float:
+    """Return the seconds that all rounds of a point may take; 0 without a limit."""
+    return getattr(point, "contests", 0) * (getattr(point, "rounds_s", None) or 0.0)
+
+
+def _elapsed(run: Run, pace: float = 1.0) -> dict[str, tuple[float, float]]:
+    """Return the seconds of each point of a run, and those of its rounds, by its key."""
+    elapsed = {}
+    for id, end in run.ends.items():
+        about = run.header.planned[id]
+        if end.status == "ok":
+            elapsed[_key(about)] = pace * end.elapsed_s, about.get("rounds_s") or 0.0
+    return elapsed
+
+
+def _key(about: Mapping[str, object]) -> str:
+    return json.dumps({name: about[name] for name in sorted(about) if name not in HOW_LONG})
+
+
+def _kind(point: Point) -> str:
+    """Name a point's kind by its names, such as a sweep or a device, but for models."""
+    values = (getattr(point, one.name) for one in fields(point) if one.name not in MODEL_FIELDS)
+    return " ".join(value for value in values if isinstance(value, str))

@@ -1,0 +1,126 @@
+"""A run and a report within a time: which points are left out, and how labs share it."""
+
+from itertools import pairwise
+
+import pytest
+
+from labkit.lab.config import ParameterError
+from labkit.lab.pages.report_time import PAGE_S, ReportTime
+from labkit.lab.runs import budget
+from labkit.lab.runs.budget import (
+    Budget,
+    expected_lab_seconds,
+    expected_seconds,
+    slowness,
+    with_more_rounds,
+)
+from labkit.lab.runs.measure import measure
+from labkit.machine.description import describe_machine
+from labkit.studies import load_lab
+from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint
+from tests.rehearsal.pages import recorded
+
+
+def fake_points(*actions):
+    return [FakePoint(action=action, size=size) for size, action in enumerate(actions)]
+
+
+def test_the_longest_points_go_first_and_the_last_of_its_kind_only_if_it_must():
+    points = fake_points("a", "a", "a", "b")
+    expected = dict(zip((point.id for point in points), [1.0, 2.0, 3.0, 9.0], strict=True))
+
+    def kept(seconds):
+        excluded = Budget(seconds, expected).exclude(points)
+        return [expected[point.id] for point in points if point.id not in excluded]
+
+    assert kept(15.0) == [1.0, 2.0, 3.0, 9.0]
+    assert kept(14.0) == [1.0, 2.0, 9.0]
+    assert kept(10.5) == [1.0, 9.0]
+    assert kept(5.0) == [1.0]
+    assert kept(0.5) == []
+
+
+def test_points_that_take_longer_than_expected_leave_less_time_for_the_others():
+    first, second = fake_points("a", "a")
+    limit = Budget(100.0, {first.id: 10.0, second.id: 60.0})
+    assert limit.has_time_for(second)
+    limit.count(first, 30.0)
+    assert not limit.has_time_for(second)
+
+
+def test_a_run_with_a_budget_ends_all_its_points_and_says_which_are_left_out(tmp_path, monkeypatch):
+    # however slow this machine is now
+    monkeypatch.setattr(Budget, "has_time_for", lambda self, point: True)
+    points = FAKE.plan(config := FakeConfig(actions=["fine"] * 4), describe_machine())
+    expected = expected_seconds(FAKE, points, describe_machine())
+    config = config.model_copy(update={"budget_s": 0.8 * sum(expected.values())})
+    run = measure(FAKE, config, profile="quick", directory=tmp_path)
+    coverage = run.coverage()
+    assert coverage["status"].tolist().count("ok") == 3
+    (reason,) = coverage["reason"].dropna()
+    assert reason == Budget(config.budget_s, {}).reason
+    monkeypatch.setattr(Budget, "has_time_for", lambda self, point: not self._measured_s)
+    run = measure(
+        FAKE, config.model_copy(update={"budget_s": 60.0}), profile="quick", directory=tmp_path
+    )
+    assert run.coverage()["status"].tolist() == ["ok", "skipped", "skipped", "skipped"]
+    without = measure(FAKE, FakeConfig(actions=["fine"] * 4), profile="quick", directory=tmp_path)
+    assert without.coverage()["status"].tolist() == ["ok"] * 4
+
+
+def test_points_take_as_long_as_when_they_were_recorded_times_how_much_slower_this_machine_is(
+    monkeypatch,
+):
+    lab = load_lab("attention")
+    machine = describe_machine()
+    points = lab.plan(lab.profiles["quick"], machine)
+    run = recorded("attention")
+    monkeypatch.setattr(budget, "newest_runs", lambda folder: [run])
+    monkeypatch.setattr(budget, "slowness", lambda calibration, machine: 1.0)
+    once = sum(expected_seconds(lab, points, machine).values())
+    monkeypatch.setattr(budget, "slowness", lambda calibration, machine: 2.0)
+    twice = sum(expected_seconds(lab, points, machine).values())
+    measured = sum(end.elapsed_s for end in run.ends.values())
+    if run.header.machine.identity != machine.identity:
+        assert twice - once == pytest.approx(measured, rel=0.05)
+    assert measured <= once < measured + 2 * len(points)
+
+
+def test_a_lab_that_plans_its_points_later_takes_as_long_as_its_recorded_run(monkeypatch):
+    lab = load_lab("tuned_step")
+    monkeypatch.setattr(budget, "slowness", lambda calibration, machine: 2.0)
+    measured = sum(end.elapsed_s for end in recorded("tuned_step").ends.values())
+    assert expected_lab_seconds(lab, [], describe_machine()) == pytest.approx(2 * measured)
+    assert expected_lab_seconds(FAKE, [], describe_machine()) == 0
+
+
+def test_a_machine_is_as_fast_as_itself(monkeypatch):
+    calibration = recorded("all_reduce").header.calibration
+    monkeypatch.setattr(budget, "newest_calibration", lambda machine: calibration)
+    assert slowness(calibration, describe_machine()) == pytest.approx(1.0)
+    assert slowness(None, describe_machine()) == 1.0
+
+
+def test_more_seconds_are_more_time_and_more_rounds_for_every_point():
+    lab = load_lab("attention")
+    config = lab.profiles["quick"]
+    longer = with_more_rounds(lab, config, 60.0)
+    assert longer.rounds_s > config.rounds_s
+    assert longer.repeats / config.repeats == pytest.approx(
+        longer.rounds_s / config.rounds_s, rel=0.05
+    )
+    with pytest.raises(ParameterError):
+        with_more_rounds(FAKE, FakeConfig(), 60.0)
+
+
+def test_labs_share_the_time_that_is_left_and_what_one_took_too_much(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("labkit.lab.pages.report_time.time.monotonic", lambda: now[0])
+    times = ReportTime({"a": 100.0, "b": 50.0, "c": 50.0}, deadline=100.0 + 3 * PAGE_S)
+    assert times.shares() == {"a": 50.0, "b": 25.0, "c": 25.0}
+    now[0] = 70.0 + PAGE_S
+    assert times.shares("b") == {"b": 15.0, "c": 15.0}
+    now[0] = 1000.0
+    assert all(0 < share <= 1 for share in times.shares("b").values())
+    totals = [ReportTime({"a": seconds}).total_s for seconds in (1.0, 2.0, 3.0)]
+    assert all(one < other for one, other in pairwise(totals))
