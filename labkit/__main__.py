@@ -189,9 +189,9 @@ def measure(
     from labkit.lab.runs.store import find_run
 
     study = load_lab(lab)
-    if resume is not None and (settings or profile is not None):
+    if resume is not None and (settings or profile is not None or minutes is not None):
         raise ParameterError(
-            "--resume takes its parameters from the run: leave out --profile and --set"
+            "--resume takes its parameters from the run: leave out --profile, --set and --minutes"
         )
     profile = profile or "quick"
     parameters = parse_assignments(settings or [])
@@ -259,6 +259,8 @@ def report(
         raise ParameterError(
             f"--run belongs to one lab, got {len(studies)}: {', '.join(labs or ())}"
         )
+    if run is not None and minutes is not None:
+        raise ParameterError("--minutes is for measuring: leave it out with --run")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {
         name: value for name, value in (("profile", profile), ("run", run)) if value is not None

@@ -173,6 +173,8 @@ MISTAKES = [
         ["measure", "all_reduce", "--resume", "RUN", "--profile", "smoke"],
         ["takes its parameters from the run"],
     ),
+    (["measure", "all_reduce", "--resume", "RUN", "--minutes", "1"], ["--minutes"]),
+    (["report", "all_reduce", "--run", "RUN", "--minutes", "1"], ["--minutes", "--run"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
     (
         ["report", "all_reduce", "--run", "no-such-run"],

@@ -24,9 +24,8 @@ from labkit.lab.project import write_file
 from labkit.lab.ratios import NO_DIFFERENCE, PLACES, USUAL_VARIATION, compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 
-REPEATING = {"seed", "warmup", "repeats", "gain", "rounds_s", "sessions", "timeout_s"}
-REPEATING |= {"budget_s"}
-REPEATING |= {"ratio_within"}  # older runs have it in the place of `gain`
+REPEATING = {"seed", "warmup", "repeats", "gain", "rounds_s", "sessions", "timeout_s", "budget_s"}
+REPEATING.add("ratio_within")  # older runs have it in the place of `gain`
 """Parameters of how often and how long: runs that differ in them are comparable."""
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 """Further fields of a point that do not change what is measured."""

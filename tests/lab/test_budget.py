@@ -6,6 +6,7 @@ import pytest
 
 from labkit.lab.config import ParameterError
 from labkit.lab.pages.report_time import PAGE_S, ReportTime
+from labkit.lab.point import START_S
 from labkit.lab.runs import budget
 from labkit.lab.runs.budget import (
     Budget,
@@ -86,6 +87,19 @@ def test_points_take_as_long_as_when_they_were_recorded_times_how_much_slower_th
     assert measured <= once < measured + 2 * len(points)
 
 
+def test_a_point_of_several_sets_of_rounds_takes_as_long_as_the_last_time(monkeypatch):
+    lab = load_lab("limits")
+    run = recorded("limits")
+    monkeypatch.setattr(budget, "newest_runs", lambda folder: [run])
+    points = lab.plan(lab.config.model_validate(run.header.config), run.header.machine)
+    exchange = [point for point in points if point.contests > 1]
+    assert exchange
+    expected = expected_seconds(lab, exchange, run.header.machine)
+    took = {run.header.planned[id]["sweep"]: end.elapsed_s for id, end in run.ends.items()}
+    for point in exchange:
+        assert expected[point.id] < took[point.sweep] + START_S["cpu"] + point.rounds_s
+
+
 def test_a_lab_that_plans_its_points_later_takes_as_long_as_its_recorded_run(monkeypatch):
     lab = load_lab("tuned_step")
     monkeypatch.setattr(budget, "slowness", lambda calibration, machine: 2.0)
@@ -109,8 +123,9 @@ def test_more_seconds_are_more_time_and_more_rounds_for_every_point():
     assert longer.repeats / config.repeats == pytest.approx(
         longer.rounds_s / config.rounds_s, rel=0.05
     )
-    with pytest.raises(ParameterError):
-        with_more_rounds(FAKE, FakeConfig(), 60.0)
+    for study, its_config, more_s in ((FAKE, FakeConfig(), 60.0), (lab, config, -1.0)):
+        with pytest.raises(ParameterError):
+            with_more_rounds(study, its_config, more_s)
 
 
 def test_labs_share_the_time_that_is_left_and_what_one_took_too_much(monkeypatch):

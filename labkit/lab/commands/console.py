@@ -217,9 +217,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
-    """Yield the effect of each question of a run, then the ratios behind it."""
+    """Yield the effect of each question of a run, that over all configurations, and all ratios."""
     from labkit.lab import wording
     from labkit.lab.answers import Compare
+    from labkit.lab.facts import Comparison
     from labkit.lab.units import labels
 
     answers = lab.answers(run.results())
@@ -241,6 +242,18 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
             "notes": wording.notes(answer),
         }
         yield number(name, answer.effect, "ratio", validity=validity, measured=at, **facts, **said)
+        if isinstance(answer, Comparison) and answer.overall is not None:
+            pooled = answer.overall
+            ends = {"low": pooled.low, "high": pooled.high}
+            yield number(
+                f"{name}: over all {pooled.n} configurations",
+                pooled.ratio,
+                "ratio",
+                validity=validity,
+                measured=at,
+                **facts,
+                **ends,
+            )
         if not isinstance(question, Compare) or answer.table is None:
             continue
         names = labels(answer.table, question.metric.columns)

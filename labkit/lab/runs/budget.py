@@ -101,7 +101,8 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
                 if key in known:
                     elapsed_s, rounds_s = known[key]
                     # rounds that may take longer than they did
-                    seconds = elapsed_s + max(0.0, _rounds_s(point) - rounds_s)
+                    longer_s = max(0.0, (getattr(point, "rounds_s", None) or 0.0) - rounds_s)
+                    seconds = elapsed_s + getattr(point, "contests", 0) * longer_s
                 expected[point.id] = start_s + seconds
     return expected
 
@@ -138,10 +139,12 @@ def slowness(calibration: Calibration | None, machine: Machine) -> float:
 
 
 def with_more_rounds(study: Lab, config: LabConfig, more_s: float) -> LabConfig:
-    """Return the config with so many seconds more for rounds, over all points.
+    """Return the config with so many seconds more for rounds, divided among all points.
 
     ParameterError for a lab whose rounds have no time that could be longer.
     """
+    if not 0 < more_s < math.inf:
+        raise ParameterError(f"expected more seconds of rounds than 0, got more={more_s}")
     machine = describe_machine()
     points = [one for one in study.plan(config, machine) if one.skip_reason(machine) is None]
     rounds_s = sum(map(_rounds_s, points))
