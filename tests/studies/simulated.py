@@ -52,10 +52,17 @@ class Series:
     def _draw(self, rng, rounds, spread):
         if spread is not None:
             return rng.normal(0, spread, (len(self.rows), rounds))
-        drawn = self.noise[:, rng.integers(self.noise.shape[1], size=rounds)]
+        n = self.noise.shape[1]
         # Whole rounds, so that a disturbance hits all alternatives of one; symmetric, so that no
         # ratio differs from 1 in the mean or the median.
-        return drawn * rng.choice([-1.0, 1.0], size=rounds)
+        drawn = self.noise[:, rng.integers(n, size=rounds)] * rng.choice([-1.0, 1.0], size=rounds)
+        # A recorded round that is drawn twice is no new round: six drawn of six spread less than
+        # six others, and 5.5% of questions claimed a difference. Each draw gets noise of the
+        # recorded covariance, too (Silverman and Young 1987, "The bootstrap: to smooth or not to
+        # smooth?").
+        width = n**-0.2
+        smooth = self.noise @ rng.normal(0, width / n**0.5, (n, rounds))
+        return (drawn + smooth) / np.hypot(1, width)
 
 
 @cache
