@@ -4,8 +4,8 @@
 gradient is ready.
 
 A `Channel` runs collectives in the background, one after the other, over a transport of its own: on
-a CPU in a thread, while the caller goes on. A layer that communicates meanwhile (SyncBatchNorm)
-needs another transport. Kernels on a GPU run in the background anyway: CUDA tensors need no thread.
+a CPU in a thread, on a GPU in a stream, while the caller goes on. A layer that communicates
+meanwhile (SyncBatchNorm) needs another transport.
 """
 
 import queue
@@ -23,9 +23,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.transport import (
-    make_separate_transport,
-)
+from labkit.parallel.traffic import record_collective
+from labkit.parallel.transport import make_separate_transport
 from labkit.torch_private import queue_callback
 
 Wait = Callable[[], object]  # waits for the end of an action, and raises its error
@@ -147,15 +146,20 @@ class Channel:
     ) -> None:
         # Now: in the middle of backward, ranks would not create it at the same moment.
         self.transport = make_separate_transport(group, device, preference)
-        self._in_thread = device.type == "cpu"
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
-    def start(self, action: Callable[[], None]) -> Wait:
-        """Start an action; return what waits for its end."""
+    def start(self, action: Callable[[], None], reads: Iterable[Tensor] = ()) -> Wait:
+        """Start an action; return what waits for its end, once.
+
+        `reads`: tensors that the action reads and the caller may release before its end.
+        """
         task: _Task = Future(), [action]
-        if not self._in_thread:
-            _run_task(task)
-            return task[0].result
+        if self._stream is not None:
+            return self._start_in_stream(self._stream, task, reads)
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
             threading.Thread(
@@ -165,12 +169,33 @@ class Channel:
         self._tasks.put(task)
         return task[0].result
 
+    def _start_in_stream(
+        self, stream: torch.cuda.Stream, task: _Task, reads: Iterable[Tensor]
+    ) -> Wait:
+        """Queue the action's kernels in the stream; the wait makes the caller's stream wait, not
+        the CPU."""
+        # What the action reads, and the memory that it writes to, is still in use there.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            _run_task(task)
+        end = stream.record_event()
+        for tensor in reads:
+            # Otherwise the allocator gives their memory to kernels that do not wait for the stream.
+            tensor.record_stream(stream)
+
+        def wait() -> None:
+            task[0].result()
+            torch.cuda.current_stream(self._device).wait_event(end)
+
+        return wait
+
 
 class BackgroundAllReduce:
     """All-reduces of dense vectors over the ranks of a group, in place, in the order of the calls.
 
     torch            dist.all_reduce, which gloo and NCCL run in the background
-    auto, shared, point_to_point    labkit's all-reduce over that transport
+    auto             the same on NCCL, else labkit's all-reduce over the transport that suits
+    shared, point_to_point    labkit's all-reduce over that transport
     """
 
     def __init__(
@@ -178,15 +203,23 @@ class BackgroundAllReduce:
     ) -> None:
         """Connect the devices. A collective."""
         self.group = group
-        devices = () if name == TORCH else dict.fromkeys(devices)
-        self.channels = {device: Channel(group, device, name) for device in devices}
+        self.channels: dict[torch.device, Channel] = {}
+        self._is_recorded = name != TORCH
+        if name != TORCH:
+            channels = {device: Channel(group, device, name) for device in dict.fromkeys(devices)}
+            for device, channel in channels.items():
+                if channel.transport.collective_group is None:
+                    self.channels[device] = channel
 
     def start(self, vector: Tensor, op: str = "mean") -> Wait:
         """Start a mean or a "sum"; return a function that waits for its end."""
         if channel := self.channels.get(vector.device):
             return channel.start(partial(all_reduce, vector, op=op, transport=channel.transport))
+        p = dist.get_world_size(self.group)
+        if self._is_recorded:
+            record_collective("all_reduce", "nccl", [vector], 2 * vector.nbytes * (p - 1) / p)
         if op == "mean":
-            vector.div_(dist.get_world_size(self.group))
+            vector.div_(p)
         work = dist.all_reduce(vector, group=self.group, async_op=True)
         assert work is not None, "async_op=True returns the work"
         return work.wait

@@ -5,8 +5,8 @@
     sum(each.sent_bytes for each in traffic if each.collective == "all_gather")
 
 All groups, transports and threads of the process count. Bytes are those that an algorithm hands to
-its transport; what a transport adds to a message, and collectives of `torch.distributed`, are not
-counted.
+its transport; what a transport adds to a message, and a program's own collectives of
+`torch.distributed`, are not counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +51,20 @@ def recorded_traffic(listener: Any = None) -> Iterator[Any]:
         _records[:] = [each for each in _records if each is not record]
 
 
+def record_collective(
+    collective: str, algorithm: str, tensors: Sequence[Tensor], sent_bytes: float = 0
+) -> Collective | None:
+    """Record a call with `tensors` of one dtype in the open blocks; None if there are none."""
+    if not _records:
+        return None
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
+    call = Collective(collective, algorithm, dtype, n_bytes, int(sent_bytes))
+    for record in _records:
+        record.append(call)
+    return call
+
+
 class Call:
     """One call of a collective on this rank, as its algorithm sees it.
 
@@ -71,13 +85,7 @@ class Call:
         self.scratch = transport.scratch
         self._transport = transport
         self._checksum = checksum
-        self._record: Collective | None = None
-        if _records:
-            dtype = str(tensors[0].dtype).removeprefix("torch.")
-            n_bytes = sum(tensor.nbytes for tensor in tensors)
-            self._record = Collective(collective, algorithm, dtype, n_bytes)
-            for record in _records:
-                record.append(self._record)
+        self._record = record_collective(collective, algorithm, tensors)
 
     def run(self, rounds: Rounds) -> None:
         """Carry out rounds of transfers, as `Transport.run`, and count their bytes."""

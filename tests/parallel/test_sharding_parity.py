@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parametrizations, prune, spectral_norm, vector_to_parameters, weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from labkit.parallel import overlap
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.messages import gather_json
 from labkit.parallel.sharding import FSDP
+from labkit.parallel.transport import make_separate_transport
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
 from tests.parallel.data_parallel_cases import (
@@ -80,12 +83,27 @@ def _fsdp(model: nn.Module, optimizer: Any, group: dist.ProcessGroup, **options:
     return FSDP(model, group=group, **options), optimizer
 
 
+def _fsdp_by_backend(
+    model: nn.Module, optimizer: Any, group: dist.ProcessGroup, **options: Any
+) -> Made:
+    """Collectives of the backend, as over NCCL."""
+
+    def make_transport(group: dist.ProcessGroup, *_: Any) -> Any:
+        transport = make_separate_transport(group, torch.device("cpu"), "point_to_point")
+        transport.collective_group = group
+        return transport
+
+    with mock.patch.object(overlap, "make_separate_transport", make_transport):
+        return _fsdp(model, optimizer, group, **options)
+
+
 STRATEGIES: dict[str, Callable[..., Made]] = {
     "ZeRO-1": _zero1,
     "ZeRO-2": partial(_fsdp, reshard_after_backward=False),
     "ZeRO-3": _fsdp,
     "ZeRO-3, one unit": partial(_fsdp, units=(), prefetch=0, transport="point_to_point"),
     "ZeRO-3, not resharded": partial(_fsdp, reshard_after_forward=False, prefetch=2),
+    "ZeRO-3, by the backend": _fsdp_by_backend,
 }
 
 
@@ -244,7 +262,7 @@ def _decayed(model: nn.Module) -> list[dict[str, Any]]:
 
 
 UNDER_FSDP = tuple(name for name in STRATEGIES if name != "ZeRO-1")
-WITH_UNITS = ("ZeRO-2", "ZeRO-3", "ZeRO-3, not resharded")
+WITH_UNITS = ("ZeRO-2", "ZeRO-3", "ZeRO-3, not resharded", "ZeRO-3, by the backend")
 
 
 def _read_weight(module: nn.Module) -> None:
@@ -297,9 +315,9 @@ SITUATIONS = {
 }
 
 
-VARIANTS = ("ZeRO-2", "ZeRO-3, one unit", "ZeRO-3, not resharded")
-"""Most of their code is that of ZeRO-3: on three ranks each takes a third of the cases, and none of
-the optimizers."""
+VARIANTS = ("ZeRO-2", "ZeRO-3, one unit", "ZeRO-3, not resharded", "ZeRO-3, by the backend")
+"""Most of their code is that of ZeRO-3: on three ranks each takes a quarter of the cases, and none
+of the optimizers."""
 
 
 ALREADY = {

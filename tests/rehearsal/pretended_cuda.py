@@ -165,6 +165,45 @@ class _Event:
         return 1000 * (other.at - self.at)
 
 
+class Stream:
+    """Writes down, in `log`, what runs in which stream, and what waits for what."""
+
+    log: list[str] = []
+    used: list["Stream"] = []  # the last one is the current one
+
+    def __init__(self, device=None, name="side"):
+        self.name = name
+        self.awaited = ""
+        self.last = None  # what it has run since it waited
+
+    def run(self, what):
+        self.log.append(f"{self.name}{self.awaited}: {what}")
+        self.awaited = ""
+        self.last = what
+
+    def wait_stream(self, other):
+        self.awaited = f" after {other.name}"
+        self.last = None
+
+    def record_event(self):
+        return self.last
+
+    def wait_event(self, last):
+        if last is not None:
+            self.log.append(f"{self.name} waits for {last}")
+
+    @classmethod
+    def current(cls, device=None):
+        return cls.used[-1] if cls.used else cls(name="compute")
+
+    @classmethod
+    @contextmanager
+    def use(cls, stream):
+        cls.used.append(stream)
+        yield
+        cls.used.pop()
+
+
 class _Autocast(torch.autocast):
     def __init__(self, device_type, **options):
         super().__init__("cpu", **options)
@@ -176,6 +215,10 @@ _GENERATOR = torch.Generator
 class _Generator(_GENERATOR):
     def __new__(cls, device="cpu"):
         return _GENERATOR()
+
+
+def _record_stream(tensor, stream):
+    stream.log.append(f"{stream.name} reads {tuple(tensor.shape)}")
 
 
 def _backward(tensor, *args, **options):
@@ -250,6 +293,9 @@ def pretended_gpu():
         "get_arch_list": lambda: ["sm_90"],
         "synchronize": lambda device=None: None,
         "Event": _Event,
+        "Stream": Stream,
+        "current_stream": Stream.current,
+        "stream": Stream.use,
         "empty_cache": lambda: None,
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": lambda device=None: (MEMORY - GIB, MEMORY),
@@ -271,6 +317,7 @@ def pretended_gpu():
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch.autograd, "grad", _grad),
         mock.patch.object(torch.Tensor, "backward", _backward),
+        mock.patch.object(torch.Tensor, "record_stream", _record_stream),
         PretendedDevice(),
     ):
         yield

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from labkit.parallel.agreement import agree_per_pass
 from labkit.parallel.messages import gather_json
 from labkit.parallel.overlap import Channel
-from labkit.parallel.transport import AUTO, Transport
+from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.base import checksum
 
 
@@ -41,12 +41,8 @@ class PassAgreement:
         unused = [0] * (self._n_flags - len(flags))
         numbers = [checksum(*collectives), *flags, *unused]
         by_rank: list[list[int]] = []
-        # Over the channel, in order with the other collectives: a rank that is at another one
-        # raises. Elsewhere it would wait for this one, and this rank for the other. Only between
-        # CPUs: the agreement would wait for a GPU.
-        transport: str | Transport = self._channel.transport
-        if self._channel.transport.device.type != "cpu":
-            transport = AUTO
+        channel = self._channel
+        is_on_cpu = channel.transport.device.type == "cpu"
 
         def agree() -> None:
             by_rank.extend(
@@ -55,11 +51,16 @@ class PassAgreement:
                     lambda: {"phase": phase, **describe()},
                     self._group,
                     numbers=numbers,
-                    transport=transport,
+                    transport=channel.transport if is_on_cpu else AUTO,
                 )
             )
 
-        self._channel.start(agree)()
+        if is_on_cpu:
+            # In order with the other collectives: a rank that is at another one raises. Elsewhere
+            # it would wait for this one, and this rank for the other.
+            channel.start(agree)()
+        else:
+            agree()  # between CPUs: in the channel's stream it would wait for a GPU
         checksums, *flags_by_rank = zip(*by_rank, strict=True)
         if len(set(checksums)) > 1:
             raise RuntimeError(_describe_difference(gather_json(collectives, self._group)))

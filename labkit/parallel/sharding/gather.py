@@ -1,24 +1,34 @@
 """The gather of ZeRO-1 and ZeRO-3, and its reverse: every rank gathers all rows of tensors, or
 averages its own.
 
+Over NCCL by its own collectives, in a padded copy as torch's FSDP2 (`_all_gather_flat`,
+`_reduce_scatter_flat`); otherwise by messages from place to place.
+
 Rank r of p has rows r c to (r+1) c of a tensor of n rows, c = ceil(n / p). Of a scalar, every rank
-has all. Rows travel from place to place. Copied are those of small tensors, into one message for
-all, and tensors laid out otherwise.
+has all. Messages copy the rows of small tensors only, into one message for all, and tensors laid
+out otherwise.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_gather_round, all_reduce, reduce_scatter_round
 from labkit.parallel.prepare import shard_sizes, strides_like
-from labkit.parallel.traffic import Call
+from labkit.parallel.traffic import Call, record_collective
 from labkit.parallel.transport.base import Transfer, Transport, checksum
 from labkit.torch_private import foreach_copy_
 
 SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
+
+# Since torch 2.13, and before.
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Blocks = list[list[Tensor]]  # [tensor][rank]: vectors
 
@@ -58,6 +68,8 @@ def plan_all_gather(
     n (p-1)/p bytes on average.
     """
     tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
+    if transport.collective_group is not None:
+        return partial(_all_gather_flat, tensors, transport)
     p = transport.world_size
     dense = [with_strides(tensor, row_strides(tensor)).to(transport.device) for tensor in tensors]
     copies = [
@@ -111,7 +123,10 @@ def reduce_scatter_rows(
             all_reduce(rows, transport=transport)
     for same_dtype in by_dtype.values():
         gradients, means = zip(*same_dtype, strict=True)
-        _reduce_scatter(name, gradients, means, transport)
+        if transport.collective_group is not None:
+            _reduce_scatter_flat(gradients, means, transport)
+        else:
+            _reduce_scatter(name, gradients, means, transport)
 
 
 def _reduce_scatter(
@@ -148,6 +163,63 @@ def _reduce_scatter(
     for mean, result in zip(means, results, strict=True):
         if mean is not result:
             mean.copy_(result)
+
+
+def _all_gather_flat(tensors: Sequence[Tensor], transport: Transport) -> None:
+    """Complete tensors in place by the backend's all-gather, one per dtype."""
+    rank = transport.rank
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
+        dense = [with_strides(tensor, row_strides(tensor)) for tensor in same_dtype]
+        blocks = [_by_rank(each, transport.world_size) for each in dense]
+        flat, places = _make_flat(blocks)
+        foreach_copy_([place[rank] for place in places], [block[rank] for block in blocks])
+        sent_bytes = flat[rank].nbytes * (transport.world_size - 1)
+        record_collective("all_gather", "nccl", same_dtype, sent_bytes)
+        all_gather_single(flat.view(-1), flat[rank], group=transport.collective_group)
+        foreach_copy_([*chain(*blocks)], [*chain(*places)])
+        for tensor, each in zip(same_dtype, dense, strict=True):
+            if tensor is not each:
+                tensor.copy_(each)
+
+
+def _reduce_scatter_flat(
+    gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport
+) -> None:
+    """Write this rank's rows of the mean of each gradient into `means` by the backend's
+    reduce-scatter."""
+    p = transport.world_size
+    is_divided_first = gradients[0].dtype == torch.float16
+    blocks = [_by_rank(each, p) for each in gradients]
+    flat, places = _make_flat(blocks)
+    foreach_copy_([*chain(*places)], [*chain(*blocks)])
+    if is_divided_first:
+        flat.div_(p)
+    total = torch.empty_like(flat[0])
+    record_collective("reduce_scatter", "nccl", gradients, total.nbytes * (p - 1))
+    reduce_scatter_single(total, flat.view(-1), group=transport.collective_group)
+    if not is_divided_first:
+        total.div_(p)
+    sizes = [len(block[0]) for block in blocks]
+    for mean, rows in zip(means, total.split(sizes), strict=True):
+        _flatten(mean).copy_(rows[: mean.numel()])
+
+
+def _make_flat(blocks: Blocks) -> tuple[Tensor, Blocks]:
+    """Return memory for all blocks, (p, n), and views of it as the blocks are.
+
+    Each rank's part is as long as that of rank 0, which has the most rows: backends want equal
+    parts.
+    """
+    sizes = [len(block[0]) for block in blocks]
+    flat = blocks[0][0].new_empty(len(blocks[0]), sum(sizes))
+    places = [
+        [part[: len(rows)] for part, rows in zip(column, block, strict=True)]
+        for column, block in zip(flat.split(sizes, dim=1), blocks, strict=True)
+    ]
+    return flat, places
 
 
 def _flatten(dense: Tensor) -> Tensor:

@@ -238,7 +238,8 @@ class Unit:
             self._collectives.append(f"reduce-scatter of {self.name}")
             self._reduce_scatters.append(
                 self._channel.start(
-                    partial(reduce_scatter_rows, self.name, pairs, self._channel.transport)
+                    partial(reduce_scatter_rows, self.name, pairs, self._channel.transport),
+                    reads=gradients,
                 )
             )
 

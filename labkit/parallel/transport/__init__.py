@@ -122,7 +122,7 @@ def _select(
     if backend.name() == "nccl":
         if preference == SHARED:
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
-        return BatchTransport(group, device)
+        return BatchTransport(group, device, has_collectives=preference == AUTO)
     reason = "requested"
     if preference == AUTO and group.size() == 1:
         reason = "one rank alone sends nothing"

@@ -38,6 +38,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 POINT_TO_POINT = "point_to_point"
@@ -126,6 +127,11 @@ class Transport(ABC):
     name: str
     reason: str = ""
     """Why it is not shared memory."""
+    collective_group: dist.ProcessGroup | None = None
+    """The group whose backend has collectives that wrappers use in place of messages.
+
+    NCCL's, unless messages are requested: they know the machine's links.
+    """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank

@@ -111,9 +111,12 @@ class BatchTransport(_GroupTransport):
     reason = "NCCL moves CUDA tensors"
     scratch_limit_bytes = 32 << 20
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, has_collectives: bool
+    ) -> None:
         super().__init__(group.rank(), group.size(), device)
         self._group = weakref.ref(group)
+        self._has_collectives = has_collectives
         # NCCL wants every rank of the group in its first batch; the first round of an algorithm may
         # leave some out.
         token = torch.zeros(2, device=device)
@@ -121,6 +124,10 @@ class BatchTransport(_GroupTransport):
         left = (self.rank - 1) % self.world_size
         if self.world_size > 1:
             self.run([[Transfer(token[:1], right, token[1:], left)]])
+
+    @property
+    def collective_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
+        return self._group() if self._has_collectives else None
 
     def run(self, rounds: Rounds, call: int = 0) -> None:
         for _, wave in groupby(cut_rounds(rounds, self.chunk_bytes), attrgetter("wave")):
