@@ -13,13 +13,26 @@ from labkit.lab.pages import cards
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason
+from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason, slowdown_by_others
 from labkit.parallel.launch import run_ranks
 from tests.lab.fake_lab import FAKE, FakeConfig
 
 
 def _load(**fields):
     return Load().model_copy(update=fields)
+
+
+def test_a_thread_that_waits_for_a_core_is_slowed_down_by_as_much(monkeypatch):
+    now = SimpleNamespace(s=0.0)
+
+    def thread_time():
+        now.s += 0.01
+        return now.s
+
+    monkeypatch.setattr("labkit.machine.load.time.thread_time", thread_time)
+    for factor in (1.0, 5.0):
+        monkeypatch.setattr("labkit.machine.load.time.perf_counter", lambda: factor * now.s)  # noqa: B023
+        assert slowdown_by_others() == pytest.approx(factor, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -165,17 +165,22 @@ class Point:
 
     def title(self) -> str:
         """Short name for a progress line: "2 ranks, wrappers, mini, cpu, batch 2"."""
-        values = [
-            (name, value)
-            for name, value in self._own_fields()
-            if value and type(value) in (str, int)
+        return ", ".join(self._title_parts())
+
+    def title_among(self, points: "Sequence[Point]") -> str:
+        """Shorter name that leaves out what these points have in common."""
+        parts = self._title_parts()
+        common = set(parts).intersection(*(point._title_parts() for point in points))
+        return ", ".join(part for part in parts if part not in common) or self.title()
+
+    def _title_parts(self) -> list[str]:
+        parts = [counted(self.world_size, "rank")]
+        if self.backend is not None:
+            parts = [f"{self.world_size} ranks", self.backend]
+        values = self._own_fields()
+        return parts + [
+            label(name, value) for name, value in values if value and type(value) in (str, int)
         ]
-        ranks = (
-            counted(self.world_size, "rank")
-            if self.backend is None
-            else f"{self.world_size} ranks, {self.backend}"
-        )
-        return ", ".join([ranks, *(label(name, value) for name, value in values)])
 
     def _own_fields(self) -> Iterator[tuple[str, Any]]:
         """Return names and values of the fields that a lab adds, device and batch last."""

@@ -19,6 +19,8 @@ from labkit.machine.description import describe_machine
 from labkit.machine.gpus import MIN_UTILIZATION, GpuLoad, gpu_load, utilization_by_others
 
 SAMPLE_S = 0.1
+SPIN_S = 0.2
+"""CPU time that shows how many others wait for the same cores: dozens of time slices."""
 # The kernel counts time in ticks of 10 ms: shorter spans say too little.
 MIN_SPAN_S = 0.5
 # Guests that this machine hosts are in user and nice.
@@ -61,6 +63,16 @@ def load_before_measuring() -> Load:
     meter = LoadMeter()
     time.sleep(SAMPLE_S)
     return meter.load(at_least_s=SAMPLE_S)
+
+
+def slowdown_by_others() -> float:
+    """Return how many times as long this thread takes as if it ran alone: 1 on a free core."""
+    start_s = time.perf_counter()
+    before_s = time.thread_time()
+    own_s = 0.0
+    while own_s < SPIN_S:
+        own_s = time.thread_time() - before_s
+    return max(1.0, (time.perf_counter() - start_s) / own_s)
 
 
 class LoadMeter:

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from labkit.lab.calibration import LIMITS
 from labkit.lab.config import ParameterError
 from labkit.lab.pages.report_time import PAGE_S, ReportTime
 from labkit.lab.point import START_S
@@ -51,6 +52,7 @@ def test_points_that_take_longer_than_expected_leave_less_time_for_the_others():
 
 def test_a_run_with_a_budget_ends_all_its_points_and_says_which_are_left_out(tmp_path, monkeypatch):
     # however slow this machine is now
+    monkeypatch.setattr("labkit.lab.runs.measure.slowdown_by_others", lambda: 1.0)
     monkeypatch.setattr(Budget, "has_time_for", lambda self, point: True)
     points = FAKE.plan(config := FakeConfig(actions=["fine"] * 4), describe_machine())
     expected = expected_seconds(FAKE, points, describe_machine())
@@ -65,6 +67,11 @@ def test_a_run_with_a_budget_ends_all_its_points_and_says_which_are_left_out(tmp
         FAKE, config.model_copy(update={"budget_s": 60.0}), profile="quick", directory=tmp_path
     )
     assert run.coverage()["status"].tolist() == ["ok", "skipped", "skipped", "skipped"]
+    monkeypatch.setattr("labkit.lab.runs.measure.slowdown_by_others", lambda: 1e6)
+    run = measure(
+        FAKE, config.model_copy(update={"budget_s": 60.0}), profile="quick", directory=tmp_path
+    )
+    assert run.coverage()["status"].tolist() == ["skipped"] * 4
     without = measure(FAKE, FakeConfig(actions=["fine"] * 4), profile="quick", directory=tmp_path)
     assert without.coverage()["status"].tolist() == ["ok"] * 4
 
@@ -104,7 +111,11 @@ def test_a_lab_that_plans_its_points_later_takes_as_long_as_its_recorded_run(mon
     lab = load_lab("tuned_step")
     monkeypatch.setattr(budget, "slowness", lambda calibration, machine: 2.0)
     measured = sum(end.elapsed_s for end in recorded("tuned_step").ends.values())
-    assert expected_lab_seconds(lab, [], describe_machine()) == pytest.approx(2 * measured)
+    machine = describe_machine()
+    assert expected_lab_seconds(lab, [], machine) == pytest.approx(2 * measured)
+    monkeypatch.setattr("labkit.studies.tuned_step.lab.runs_here", lambda machine: {})
+    planned = lab.plan(lab.profiles["quick"], machine)
+    assert expected_lab_seconds(lab, planned, machine) == pytest.approx(2 * measured)
     assert expected_lab_seconds(FAKE, [], describe_machine()) == 0
 
 
@@ -135,7 +146,17 @@ def test_labs_share_the_time_that_is_left_and_what_one_took_too_much(monkeypatch
     assert times.shares() == {"a": 50.0, "b": 25.0, "c": 25.0}
     now[0] = 70.0 + PAGE_S
     assert times.shares("b") == {"b": 15.0, "c": 15.0}
+    whole = ReportTime({LIMITS: 60.0, "b": 50.0}, deadline=100.0 + 2 * PAGE_S)
+    now[0] = 0.0
+    assert whole.shares() == {LIMITS: 60.0, "b": 40.0}
     now[0] = 1000.0
     assert all(0 < share <= 1 for share in times.shares("b").values())
     totals = [ReportTime({"a": seconds}).total_s for seconds in (1.0, 2.0, 3.0)]
     assert all(one < other for one, other in pairwise(totals))
+
+
+def test_points_are_named_by_what_they_do_not_have_in_common():
+    points = [FakePoint(action="fine", size=size) for size in (1, 2)]
+    assert points[0].title_among(points) != points[1].title_among(points)
+    assert "fine" not in points[0].title_among(points)
+    assert points[0].title_among(points[:1]) == points[0].title()

@@ -127,7 +127,7 @@ def print_page(result: "LabResult", console: Console) -> None:
     style = "bold red" if result.error else None
     console.print(f"{result.study.name}: {outcome}, {took}", style=style)
     if result.left_out:
-        console.print(f"  left out: {'; '.join(result.left_out)}")
+        console.print(f"  left out {len(result.left_out)}: {'; '.join(result.left_out)}")
 
 
 def print_load(run: Path | None = None) -> None:

@@ -134,13 +134,14 @@ def report_lab(
 
 
 def _left_out(planned: PlannedPage, run: Run) -> list[str]:
-    """Return the titles of points that this machine can measure and the run has skipped."""
+    """Return short titles of points that this machine can measure and the run has skipped."""
     machine = describe_machine()
-    points = {point.id: point for point in planned.study.plan(planned.config, machine)}
+    points = planned.study.plan(planned.config, machine)
+    skipped = {id for id, end in run.ends.items() if end.status == "skipped"}
     return [
-        points[id].title()
-        for id, end in run.ends.items()
-        if end.status == "skipped" and id in points and points[id].skip_reason(machine) is None
+        point.title_among(points)
+        for point in points
+        if point.id in skipped and point.skip_reason(machine) is None
     ]
 
 

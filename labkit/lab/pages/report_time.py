@@ -5,9 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from labkit.lab.calibration import LIMITS
 from labkit.lab.pages.report import PlannedPage
 from labkit.lab.runs.budget import expected_lab_seconds
 from labkit.machine.description import describe_machine
+from labkit.machine.load import slowdown_by_others
 
 PAGE_S = 4.0
 """Seconds of a page besides its points: the notebook's other cells, figures, HTML."""
@@ -22,11 +24,12 @@ class ReportTime:
     """Seconds of the points of each lab, by its name, in the order of measuring."""
     deadline: float = math.inf
     """When the last page must be written, by `time.monotonic`."""
+    page_s: float = PAGE_S
 
     @property
     def total_s(self) -> float:
         """Seconds that the whole report takes without a budget."""
-        return sum(self.expected.values()) + PAGE_S * len(self.expected)
+        return sum(self.expected.values()) + self.page_s * len(self.expected)
 
     @property
     def is_limited(self) -> bool:
@@ -34,32 +37,36 @@ class ReportTime:
 
     def limit(self, page: PlannedPage) -> PlannedPage:
         """Return the next page with points for the time that its lab may take."""
-        if not self.is_limited:
-            return page
         name = page.study.name
+        if not self.is_limited or name == LIMITS:  # the other labs predict by the limits
+            return page
         return page.within(self.shares(name)[name])
 
     def shares(self, first: str | None = None) -> dict[str, float]:
         """Return the seconds that the points of each lab may take, from the `first` one on.
 
         They are in proportion to the expected ones. Each lab that ends changes those of the others:
-        what it took too much or too little is divided among them.
+        what it took too much or too little is divided among them. The limits are measured whole.
         """
         names = list(self.expected)
         to_come = {name: self.expected[name] for name in names[names.index(first or names[0]) :]}
-        remaining_s = self.deadline - time.monotonic() - PAGE_S * len(to_come)
+        remaining_s = self.deadline - time.monotonic() - self.page_s * len(to_come)
+        limits_s = to_come.pop(LIMITS, 0.0)
         total_s = max(sum(to_come.values()), 1e-9)
-        return {
-            lab: max(MIN_SHARE_S, remaining_s * seconds / total_s)
+        shares = {
+            lab: max(MIN_SHARE_S, (remaining_s - limits_s) * seconds / total_s)
             for lab, seconds in to_come.items()
         }
+        return {LIMITS: limits_s} | shares if limits_s else shares
 
 
 def plan_time(pages: Sequence[PlannedPage], deadline: float) -> ReportTime:
     """Plan the time of a report."""
     machine = describe_machine()
+    slowdown = slowdown_by_others()
     expected = {}
     for page in pages:
         points = page.study.plan(page.config, machine)
-        expected[page.study.name] = expected_lab_seconds(page.study, points, machine)
-    return ReportTime(expected, deadline)
+        seconds = expected_lab_seconds(page.study, points, machine)
+        expected[page.study.name] = slowdown * seconds
+    return ReportTime(expected, deadline, slowdown * PAGE_S)

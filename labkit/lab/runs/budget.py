@@ -110,11 +110,12 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
 def expected_lab_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> float:
     """Return the seconds of all points of a lab.
 
-    A lab that plans its points by the runs of others has none yet: it takes as long as its
-    recorded run.
+    A lab that plans its points by the runs of others has none yet that can be measured: it takes
+    as long as its recorded run.
     """
-    if points:
-        return sum(expected_seconds(study, points, machine).values())
+    seconds = sum(expected_seconds(study, points, machine).values())
+    if seconds > 0:
+        return seconds
     for run in newest_runs(recorded_directory() / study.name):
         pace = slowness(run.header.calibration, machine)
         return pace * sum(end.elapsed_s for end in run.ends.values())

@@ -24,7 +24,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import check_plugins, with_plugin_names
 from labkit.lab.user_worker import NO_PLUGINS, Plugins, registered
 from labkit.machine.description import describe_machine
-from labkit.machine.load import load_before_measuring
+from labkit.machine.load import load_before_measuring, slowdown_by_others
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
 
@@ -83,7 +83,9 @@ def measure(
             if not unavailable:
                 executor = Executor(study, plugins, writer, on_progress, on_output, len(points))
                 if config.budget_s is not None:
+                    slowdown = slowdown_by_others()
                     expected = expected_seconds(study, points, describe_machine())
+                    expected = {id: slowdown * seconds for id, seconds in expected.items()}
                     executor.budget = Budget(config.budget_s, expected)
                 executor.measure(points)
         return Run.load(writer.path)
