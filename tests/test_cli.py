@@ -135,7 +135,7 @@ def test_doctor_and_terminal_say_what_runs_here_and_why_the_rest_does_not(comman
 
     monkeypatch.setattr("labkit.lab.runs.measure.measure", begin)
     for reason in (None, "no g++"):
-        for module in ("parallel.transport.shared_memory", "lab.commands.doctor"):
+        for module in ("parallel.transport.library", "lab.commands.doctor"):
             monkeypatch.setattr(f"labkit.{module}.unavailable_reason", lambda reason=reason: reason)
         status, _, complaints = command("measure", "all_reduce", "--profile", "smoke")
         assert (status, "shared memory not available (no g++)" in complaints) == (

@@ -33,7 +33,7 @@ from labkit.parallel.messages import gather_json
 from labkit.parallel.prepare import shard_sizes
 from labkit.parallel.select_algorithm import select_algorithm
 from labkit.parallel.traffic import recorded_traffic
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, library
 from labkit.parallel.transport.base import Rounds, Transfer, Transport
 from labkit.parallel.transport.point_to_point import BatchTransport, StreamTransport
 from tests.parallel.shared_ranks import find_accepted, on_ranks
@@ -41,9 +41,7 @@ from tests.parallel.shared_ranks import find_accepted, on_ranks
 SHORT = (0, 1, 3, 1000)
 LONG = 2**18 + 1
 CPU = torch.device("cpu")
-TRANSPORTS = (
-    (POINT_TO_POINT, SHARED) if shared_memory.unavailable_reason() is None else (POINT_TO_POINT,)
-)
+TRANSPORTS = (POINT_TO_POINT, SHARED) if library.unavailable_reason() is None else (POINT_TO_POINT,)
 # Largest whole number that 8 ranks can add without rounding, over 8.
 EXACT_BELOW = {
     torch.float64: 2**49,

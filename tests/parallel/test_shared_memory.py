@@ -29,6 +29,7 @@ from labkit.parallel.transport import (
     POINT_TO_POINT,
     SHARED,
     find_transport,
+    library,
     shared_memory,
     transport_in_use,
 )
@@ -36,7 +37,7 @@ from labkit.parallel.transport.base import SharedMemoryUnavailable, Transfer
 from labkit.parallel.transport.shared_memory import SharedTransport
 from tests.parallel.shared_ranks import on_ranks
 
-WHY_NOT = shared_memory.unavailable_reason()
+WHY_NOT = library.unavailable_reason()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 CPU = torch.device("cpu")
@@ -397,8 +398,8 @@ def _load() -> str:
     """The library's file, loaded as in a process that has not loaded it yet; or why there is
     none."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_memory, "_libraries", [])
-        return shared_memory.unavailable_reason() or str(shared_memory.load_library()._name)
+        patched.setattr(library, "load_library", library.load_library.__wrapped__)
+        return library.unavailable_reason() or str(library.load_library()._name)
 
 
 def _set_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> str:
@@ -414,8 +415,8 @@ def _set_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> str:
 @pytest.fixture
 def compiled() -> str:
     """Lines of a compiler's script that takes the library from where it is compiled already."""
-    library = shared_memory.load_library()._name
-    return f'while [ "$1" != -o ]; do shift; done; exec cp {library} "$2"'
+    file = library.load_library()._name
+    return f'while [ "$1" != -o ]; do shift; done; exec cp {file} "$2"'
 
 
 def test_processes_that_start_together_build_it_once_and_print_nothing(
@@ -441,7 +442,7 @@ def test_a_failure_is_one_line_and_not_kept(
     )
     assert _load() == f"{compiler} failed: {message}"
     with monkeypatch.context() as patched:
-        patched.setenv(shared_memory.FAILURE, "none")
+        patched.setenv(library.FAILURE, "none")
         assert _load() == "none"
     assert (tmp_path / "calls").read_text() == "called\n"  # ranks take their launcher's word
     _set_compiler(monkeypatch, tmp_path, compiled)
@@ -464,12 +465,12 @@ def test_what_is_missing_to_compile_is_named_with_what_to_install(
     missing: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shared_memory, "_libraries", [])
+    library.load_library.cache_clear()
     if missing == "headers":
-        monkeypatch.setattr(shared_memory.sysconfig, "get_path", lambda _: str(tmp_path))
+        monkeypatch.setattr(library.sysconfig, "get_path", lambda _: str(tmp_path))
     else:
         monkeypatch.setenv(missing, "/nowhere")
-    assert package in str(shared_memory.unavailable_reason())
+    assert package in str(library.unavailable_reason())
 
 
 @pytest.mark.parametrize("trouble", ["others may write", "no execution", "a file"])
@@ -477,7 +478,7 @@ def test_a_folder_that_cannot_hold_code_is_not_used(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert shared_memory._cache_folder() == tmp_path / "labkit"
+    assert library._cache_folder() == tmp_path / "labkit"
     if trouble == "others may write":
         (tmp_path / "labkit").chmod(0o777)
     elif trouble == "a file":
@@ -485,7 +486,7 @@ def test_a_folder_that_cannot_hold_code_is_not_used(
         (tmp_path / "labkit").touch()
     else:
         monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
-    monkeypatch.setattr(shared_memory, "_libraries", [])
-    reason = str(shared_memory.unavailable_reason())
+    library.load_library.cache_clear()
+    reason = str(library.unavailable_reason())
     assert "XDG_CACHE_HOME" in reason
     assert "\n" not in reason

@@ -134,7 +134,7 @@ def print_load(run: Path | None = None) -> None:
     """Say why GPUs or shared memory are not used, and what else keeps the machine busy."""
     from labkit.machine.description import describe_machine
     from labkit.machine.load import busy_reason, load_before_measuring
-    from labkit.parallel.transport.shared_memory import unavailable_reason
+    from labkit.parallel.transport.library import unavailable_reason
 
     machine = describe_machine()
     if machine.no_gpu_reason:

@@ -14,7 +14,7 @@ from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.machine.description import describe_machine
-from labkit.parallel.transport.shared_memory import unavailable_reason
+from labkit.parallel.transport.library import unavailable_reason
 
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 2**30

@@ -31,7 +31,7 @@ from labkit.parallel.ranks.rank import Rank
 from labkit.parallel.ranks.results import PointEnd, RankFailure, Row
 from labkit.parallel.ranks.server_process import end_session
 from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan, run_rank
-from labkit.parallel.transport import shared_memory
+from labkit.parallel.transport import library
 
 # Time after a failure to wait for an earlier one that caused it; longer while all look like
 # consequences.
@@ -113,11 +113,11 @@ class RankGroup:
         if torchrun.ranks_here(self._plan.world_size) == self._plan.world_size:
             environment |= LOOPBACK
         if self._plan.backend == "gloo" and self._plan.world_size > 1:
-            reason = shared_memory.unavailable_reason()
+            reason = library.unavailable_reason()
             self.facts["shared_memory"] = "compiled"
             if reason is not None:
                 self.facts["shared_memory"] = f"not available ({reason})"
-                environment[shared_memory.FAILURE] = reason
+                environment[library.FAILURE] = reason
         return environment
 
     def run(self, index: int) -> Generator[Row, None, PointEnd]:
