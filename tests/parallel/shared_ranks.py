@@ -60,7 +60,8 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
         )
         test.__name__ = check.__name__
         test.__doc__ = check.__doc__
-        test.pytestmark = getattr(check, "pytestmark", [])  # type: ignore[attr-defined]
+        # Away from the check: all parameters would travel to the ranks with each of its calls.
+        test.pytestmark = vars(check).pop("pytestmark", [])  # type: ignore[attr-defined]
         return pytest.mark.parametrize("world_size", sizes)(test) if sizes else test
 
     return decorate
