@@ -123,22 +123,10 @@ def test_studies_never_import_one_another():
         assert others <= {path.parent.name, "shared"}, path
 
 
-# Files that became longer as their lines were unpacked, at most as long as they are today; each
-# goes from this list once it is short.
-LONG = {
-    "parallel/data_parallel/base.py": 371,
-    "parallel/transport/shared_memory.py": 331,
-}
-
-
-def _room(path: Path) -> str:
-    return str(path.relative_to(ROOT / "labkit"))
-
-
 def test_files_are_short_and_say_what_they_are_for():
     for path in MODULES:
         text = path.read_text()
-        assert len(text.splitlines()) <= LONG.get(_room(path), 320), path
+        assert len(text.splitlines()) <= 320, path
         assert not text.strip() or ast.get_docstring(_tree(path)), (
             f"the first lines of {path} say what it is for"
         )

@@ -23,8 +23,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import all_reduce
+from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.traffic import record_collective
-from labkit.parallel.transport import make_separate_transport
+from labkit.parallel.transport import CHOICES, make_separate_transport
 from labkit.torch_private import queue_callback
 
 Wait = Callable[[], object]  # waits for the end of an action, and raises its error
@@ -109,6 +110,14 @@ class GradientHooks:
                 new.append(index)
         return new
 
+    def check_newest(self) -> None:
+        """Raise RuntimeError if another owner has taken over a parameter."""
+        if self.is_superseded:
+            raise RuntimeError(
+                "this model, or a part of it, was wrapped again: use the newest wrapper, or wrap"
+                " copies"
+            )
+
     def move_to_end(self) -> None:
         """Move behind hooks that were registered later. Autograd calls them in the order of
         insertion."""
@@ -188,6 +197,18 @@ class Channel:
             torch.cuda.current_stream(self._device).wait_event(end)
 
         return wait
+
+
+def check_all_reduce(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError unless `BackgroundAllReduce` has the name and can average the tensors."""
+    names = (TORCH, *CHOICES)
+    if name not in names:
+        raise ValueError(f"all_reduce must be one of {', '.join(names)}; got {name!r}")
+    dtypes = {tensor.dtype for tensor in tensors} - {*FLOAT_TYPES}
+    if name != TORCH and dtypes:
+        raise ValueError(
+            f"labkit's all-reduce adds real numbers, got {', '.join(map(str, dtypes))}"
+        )
 
 
 class BackgroundAllReduce:

@@ -421,8 +421,9 @@ def _use_as_two_threads_would(wrap):
             model._hooks._hooks[index]((), (model._backward_order[index].grad,))
 
     model._all_reduce.start = start
-    model._begin_pass = lambda: None  # autograd's part, which no thread of ours is in
-    model._is_armed, model._versions = True, model._list_versions()
+    model._prepare_for_backward = lambda: None  # autograd's part, which no thread of ours is in
+    model._is_armed = True
+    model._versions = [p._version for p in model._backward_order]
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     first_ones = list(model._buckets[0].by_index)

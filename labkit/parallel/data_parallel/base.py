@@ -5,9 +5,16 @@
     loss.backward()                       on return, every gradient is the mean over ranks
     optimizer.step()
 
-The wrapper's forward arms a pass. The pass begins when a gradient reaches an output or a parameter,
-and ends in a callback that autograd runs after backward. A backward through `wrapper.module(x)`
-stays local. A backward inside of another one (re-entrant checkpointing) belongs to the outer one.
+One pass, by the names of its steps:
+
+    _pre_forward          check the model, broadcast buffers, decide whether backward synchronizes
+    _post_forward         hook the outputs
+    _prepare_for_backward a gradient has reached an output, or a parameter: the pass begins
+    _mark_ready           a parameter's gradient is complete; wrappers that overlap send it
+    _finalize_backward    autograd is done: average what is left
+
+A backward through `wrapper.module(x)` stays local. A backward inside of another one (re-entrant
+checkpointing) belongs to the outer one.
 
 Averaged is `p.grad` as it stands, with what `no_sync` accumulated. Gradients that an earlier pass
 averaged are equal on all ranks, so a second average leaves them as they are.
@@ -33,7 +40,9 @@ from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel.consistency import (
     UnevenInputs,
     broadcast,
+    check_gradient,
     check_module,
+    check_no_new_parameters,
     describe_model,
 )
 from labkit.parallel.overlap import (
@@ -41,11 +50,12 @@ from labkit.parallel.overlap import (
     BackgroundAllReduce,
     BackwardPass,
     GradientHooks,
+    check_all_reduce,
     tensors_in,
     weak_hook,
 )
-from labkit.parallel.prepare import FLOAT_TYPES, disable_compile
-from labkit.parallel.transport import CHOICES, member_group
+from labkit.parallel.prepare import disable_compile
+from labkit.parallel.transport import member_group
 from labkit.torch_private import foreach_mul_
 
 
@@ -92,7 +102,7 @@ class DataParallel(nn.Module, UnevenInputs):
         process_group: dist.ProcessGroup | None = None,
         find_unused_parameters: bool = False,
     ):
-        self.group = group = process_group if group is None else group
+        self.group = group = group or process_group
         self.world_size = member_group(group).size()
         nn.Module.__init__(self)
         UnevenInputs.__init__(self)
@@ -107,10 +117,10 @@ class DataParallel(nn.Module, UnevenInputs):
         }
         self._names = list(trained)
         self._backward_order = list(trained.values())
+        # Before anything is broadcast or hooked: a refused model stays as it was.
         agree_once("model", partial(self._describe, device_ids, all_reduce), group)
-        self._all_reduce = BackgroundAllReduce(
-            all_reduce, group, (p.device for p in trained.values())
-        )
+        devices = (p.device for p in self._backward_order)
+        self._all_reduce = BackgroundAllReduce(all_reduce, group, devices)
         broadcast([*module.parameters(), *module.buffers()], group)
         self._broadcasts_next_forward = True
         self._is_armed = False
@@ -124,13 +134,7 @@ class DataParallel(nn.Module, UnevenInputs):
     ) -> dict[str, object]:
         """Describe what must be the same on every rank. Raises ValueError if it is invalid."""
         check_module(self.module, device_ids)
-        if all_reduce not in (names := (TORCH, *CHOICES)):
-            raise ValueError(f"all_reduce must be one of {', '.join(names)}; got {all_reduce!r}")
-        dtypes = {p.dtype for p in self._backward_order} - {*FLOAT_TYPES}
-        if all_reduce != TORCH and dtypes:
-            raise ValueError(
-                f"labkit's all-reduce adds real numbers, got {', '.join(map(str, dtypes))}"
-            )
+        check_all_reduce(all_reduce, self._backward_order)
         return {
             "wrapper": type(self).__name__,
             "all_reduce": all_reduce,
@@ -147,40 +151,40 @@ class DataParallel(nn.Module, UnevenInputs):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. As with torch's wrapper, this call decides whether the next backward pass
         synchronizes."""
-        self._before_forward()
+        self._pre_forward()
         outputs = self.module(*args, **kwargs)
-        self._after_forward(outputs)
+        self._post_forward(outputs)
         return outputs
 
     @disable_compile
-    def _before_forward(self) -> None:
+    def _pre_forward(self) -> None:
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
         # A forward pass during backward (checkpointing) belongs to the backward pass.
         if torch.is_grad_enabled() and not self._pass.is_running:
-            self._check_parameters()
+            self._hooks.check_newest()
+            check_no_new_parameters(self.module, self._backward_order)
             self._abandon_unfinished_pass()
             self._is_armed = trains
-            self._versions = self._list_versions()
+            self._versions = [p._version for p in self._backward_order]
         broadcasts = self.broadcast_buffers and self._broadcasts_next_forward
         source = self.announce_forward(trains=trains, broadcasts=broadcasts)
         if broadcasts:
             broadcast(self.module.buffers(), self.group, source)
-        # only training changes buffers: evaluation after it needs one broadcast
+        # Only training changes buffers: evaluation after it needs one broadcast.
         self._broadcasts_next_forward = trains
 
     @disable_compile
-    def _after_forward(self, outputs: Any) -> None:
-        if self._is_armed and not self._pass.is_running:
-            for name, before, after in zip(
-                self._names, self._versions, self._list_versions(), strict=True
-            ):
-                if before != after:
-                    raise RuntimeError(
-                        f"forward changed {name} in place (max_norm?), by this rank's data alone"
-                    )
-            for node in {
-                tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None
-            }:
+    def _post_forward(self, outputs: Any) -> None:
+        if not self._is_armed or self._pass.is_running:
+            return
+        for index, name in enumerate(self._names):
+            if self._backward_order[index]._version != self._versions[index]:
+                raise RuntimeError(
+                    f"forward changed {name} in place (max_norm?), by this rank's data alone"
+                )
+        # A pass that reaches outputs, and no parameter, must name the parameters that it missed.
+        for node in {tensor.grad_fn for tensor in tensors_in(outputs)}:
+            if node is not None:
                 node.register_prehook(weak_hook(self, DataParallel._output_reached))
 
     @contextlib.contextmanager
@@ -200,16 +204,16 @@ class DataParallel(nn.Module, UnevenInputs):
         Idempotent."""
         parameters = self._backward_order
         missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
-        late = set(
-            self._hooks.rebind([index for index in missing if parameters[index].requires_grad])
-        )
+        # A change of dtype gives a parameter another node, without our hook: it is not missing.
+        trained = [index for index in missing if parameters[index].requires_grad]
+        late = set(self._hooks.rebind(trained))
         missing = [index for index in missing if index not in late]
         if len(missing) == len(parameters):  # torch.autograd.grad, for example, sets no gradient
             self._reset_pass()
             return
         frozen = [index for index in missing if not parameters[index].requires_grad]
         if len(missing) > len(frozen) and not self.find_unused:
-            # wait for nothing: other ranks may have started other collectives
+            # Wait for nothing: other ranks may have started other collectives.
             names = [self._names[index] for index in reversed(missing)]
             raise UnusedParameterError(
                 "the backward pass gave no gradient to"
@@ -226,23 +230,22 @@ class DataParallel(nn.Module, UnevenInputs):
         for index in absent:
             parameters[index].grad = None
         has_gradient = [parameter.grad is not None for parameter in parameters]
-        self._finish(
-            [i for i, is_ready in enumerate(self._ready) if not (is_ready and self._overlaps)]
-        )
+        is_sent = [is_ready and self._overlaps for is_ready in self._ready]
+        self._finish([index for index in range(len(parameters)) if not is_sent[index]])
         if self._mean_factor != 1:
             foreach_mul_([p.grad for p in parameters if p.grad is not None], self._mean_factor)
-        # new or accumulated; last: every rank starts the same collectives in the same order
+        # After the gradients, because every rank starts the same collectives in the same order.
         if self.find_unused:
             flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.join_device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
-                parameter.grad = parameter.grad if is_used else None
+                # As without a wrapper: an optimizer skips what no rank has used.
+                if not is_used:
+                    parameter.grad = None
         for index, gradient in before.items():
-            if (
-                (mean := parameters[index].grad) is not None
-                and mean.any()
-                and not self._join_config.enable
-            ):
+            mean = parameters[index].grad
+            # A rank that has joined sees the others' gradients here, and keeps none.
+            if mean is not None and mean.any() and not self._join_config.enable:
                 raise RuntimeError(
                     f"{self._names[index]} is frozen on this rank and trained on another"
                 )
@@ -262,82 +265,42 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _output_reached(self, gradients: tuple[Tensor, ...]) -> None:
         if not self._pass.is_running:
-            self._begin_pass()
+            self._prepare_for_backward()
 
     def _mark_ready(self, index: int, _: object, gradients: tuple[Tensor | None]) -> None:
         """Note that `p.grad` has the gradient that autograd passes here. Each parameter's hook."""
         if not self._pass.is_running:
             if not self._is_armed:
                 return
-            self._begin_pass()
-        self._check_gradient(index, gradients[0])
-        is_second = self._ready[index]
-        self._ready[index] = True
-        if self._overlaps:
-            if is_second:
-                raise RuntimeError(
-                    f"one backward pass gave {self._names[index]} a gradient twice, the second"
-                    " after it was sent: if a parameter is used inside and outside of a re-entrant"
-                    " checkpoint, pass find_unused=True"
-                )
-            self._gradient_ready(index)
-
-    def _check_gradient(self, index: int, added: Tensor | None) -> None:
-        """Refuse a gradient that cannot be averaged or was used before its average."""
-        parameter = self._backward_order[index]
+            self._prepare_for_backward()
         name = self._names[index]
-        if parameter._version != self._versions[index]:
+        if self._backward_order[index]._version != self._versions[index]:
             raise RuntimeError(
                 f"{name} was updated in backward, before its gradient was averaged: update it later"
             )
-        gradient = parameter.grad
-        if gradient is None:
-            if added is not None:
-                raise ValueError(
-                    f"a hook took the gradient of {name} away before it was averaged: take it later"
-                )
-        elif gradient.layout is not torch.strided:
-            raise ValueError(f"expected dense gradients, got a sparse one for {name}")
-        elif gradient.requires_grad:
-            raise ValueError(
-                f"expected backward() without create_graph for {name}: use torch.autograd.grad"
-                " instead"
-            )
-
-    def _check_parameters(self) -> None:
-        """Refuse a model that was wrapped again, or that has new parameters."""
-        if self._hooks.is_superseded:
+        check_gradient(name, self._backward_order[index], gradients[0])
+        if self._overlaps and self._ready[index]:
             raise RuntimeError(
-                "this model, or a part of it, was wrapped again: use the newest wrapper, or wrap"
-                " copies"
+                f"one backward pass gave {name} a gradient twice, the second after it was sent: if"
+                " a parameter is used inside and outside of a re-entrant checkpoint, pass"
+                " find_unused=True"
             )
-        averaged = set(map(id, self._backward_order))
-        for name, parameter in self.module.named_parameters():
-            # during a functional_call, plain tensors take the place of parameters
-            if (
-                parameter.requires_grad
-                and id(parameter) not in averaged
-                and isinstance(parameter, nn.Parameter)
-            ):
-                raise RuntimeError(
-                    f"{name} was added, replaced or unfrozen after wrapping: wrap the model again"
-                )
+        self._ready[index] = True
+        if self._overlaps:
+            self._gradient_ready(index)
 
-    def _list_versions(self) -> list[int]:
-        """Return how often each parameter was changed in place."""
-        return [parameter._version for parameter in self._backward_order]
-
-    def _begin_pass(self) -> None:
+    def _prepare_for_backward(self) -> None:
         """Begin a pass at the first sign of backward: autograd will call back at its end."""
-        if self._hooks.is_superseded:
-            self._check_parameters()
+        self._hooks.check_newest()
         self._abandon_unfinished_pass()
+        # Users' hooks that clip or scale a gradient run before ours sends it.
         self._hooks.move_to_end()
-        self._versions = self._list_versions()
-        self._pass.begin(self._end_pass)
+        # Again: an optimizer may have stepped between this pass's forward and its backward.
+        self._versions = [p._version for p in self._backward_order]
+        self._pass.begin(self._finalize_backward)
 
-    def _end_pass(self) -> None:
-        # after torch.autograd.grad, as for a penalty, backward may follow
+    def _finalize_backward(self) -> None:
+        # After torch.autograd.grad, as for a penalty, backward may follow.
         self._is_armed = not any(self._ready)
         if self.finish_in_backward:
             self.finish_gradient_synchronization()
@@ -355,13 +318,3 @@ class DataParallel(nn.Module, UnevenInputs):
     def _reset_pass(self) -> None:
         self._pass.reset()
         self._ready = [False] * len(self._backward_order)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the model."""
-        return self._backward_order[0].device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The process group, never None."""
-        return member_group(self.group)

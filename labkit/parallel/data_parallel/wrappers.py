@@ -105,8 +105,8 @@ class BucketedDDP(DataParallel):
         self._comm_hook = partial(hook, state)
         self._divisor = 1
 
-    def _begin_pass(self) -> None:
-        super()._begin_pass()
+    def _prepare_for_backward(self) -> None:
+        super()._prepare_for_backward()
         for bucket in self._buckets:
             if bucket.has_outside_references():
                 bucket.allocate()
