@@ -22,7 +22,7 @@ OF_TESTS = (
     "pytest",
     "hypothesis",
     "matplotlib.pyplot",
-    "labkit.lab.figures",
+    "labkit.lab.figures.draw",
     "labkit.lab.runs.measure",
 )
 

@@ -213,7 +213,7 @@ def test_what_a_rank_imports_is_light():
 def test_a_lab_is_loaded_without_what_only_its_page_needs():
     code = "import sys, labkit.studies.all_reduce.lab; print(*sys.modules, sep='\\n')"
     imported = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert not {"seaborn", "scipy.stats", "IPython", "nbconvert"} & {*imported}
+    assert not {"matplotlib", "seaborn", "scipy.stats", "IPython", "nbconvert"} & {*imported}
 
 
 def test_environment_yml_is_in_step_with_pyproject():

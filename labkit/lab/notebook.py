@@ -18,7 +18,9 @@ from labkit.lab.answers import Check, Compare
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
-from labkit.lab.figures import Figure, Plot
+from labkit.lab.figures import Figure
+from labkit.lab.figures.draw import draw
+from labkit.lab.figures.plot import Plot
 from labkit.lab.pages import cards
 from labkit.lab.pages.record import run_card
 from labkit.lab.parameters import (
@@ -193,7 +195,7 @@ class OpenLab:
 
     def show(self, figure: Plot | Figure, name: str, caption: str = "") -> None:
         """Show a figure that belongs to no question; save it and its points under `figures/`."""
-        plot = figure.draw(self.run.results(), None) if isinstance(figure, Figure) else figure
+        plot = draw(figure, self.run.results()) if isinstance(figure, Figure) else figure
         display(self._figure(plot, name, caption or name, caption))
 
     def answer(self, question_id: str) -> None:
@@ -203,7 +205,7 @@ class OpenLab:
         answer = self.answers()[question_id]
         figures = []
         if question.figure is not None and answer.verdict != "not measured":
-            plot = question.figure.draw(self.run.results(), answer.table)
+            plot = draw(question.figure, self.run.results(), answer.table)
             figures = [self._figure(plot, question_id, question.text)] if len(plot.data) else []
         if self._guess and isinstance(question, Check):
             answer = with_guesses(question, answer, self._guess)

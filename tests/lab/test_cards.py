@@ -9,6 +9,7 @@ import pytest
 from labkit.lab.answers import Question
 from labkit.lab.facts import Finding, Note
 from labkit.lab.figures import Lines
+from labkit.lab.figures.draw import draw_frame
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import piece
 from labkit.lab.pages.provenance import provenance_rows
@@ -40,7 +41,7 @@ def answer_pieces(text):
         notes=(Note("failed", text, names=(text,)),),
     )
     frame = pd.DataFrame({"n_bytes": [1, 2], "seconds": [1.0, 2.0], "algorithm": text})
-    plot = Lines(x="n_bytes", y="seconds", hue="algorithm").plot(frame)
+    plot = draw_frame(Lines(x="n_bytes", y="seconds", hue="algorithm"), frame)
     answered = cards.answer(question, answer, [cards.figure(plot, text, text, text)])
     return [answered.data, answered.on_page]
 

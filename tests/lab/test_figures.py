@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 
 from labkit.lab.figures import Areas, Bars, Lines, Timeline
-from labkit.lab.figures.names import GROUPS
-from labkit.lab.figures.style import PALETTE, log_ticks
+from labkit.lab.figures.draw import draw as draw_results
+from labkit.lab.figures.draw import draw_frame
+from labkit.lab.figures.style import GROUPS, PALETTE, log_ticks
 from labkit.lab.metric import Metric, Results
 
 FRAME = pd.DataFrame(
@@ -36,7 +37,7 @@ BY_MODEL = {"x": "model", "y": "seconds", "hue": "phase"}
 
 
 def draw(frame=FRAME, **options):
-    return Lines(**BY_SIZE | options).plot(frame)
+    return draw_frame(Lines(**BY_SIZE | options), frame)
 
 
 def texts(labels):
@@ -87,7 +88,7 @@ def test_a_panel_has_few_lines_and_many_panels_take_several_rows():
 @pytest.mark.parametrize("log", ["", "y"])
 @pytest.mark.parametrize("values", [[1.0, 1.09], [0.9996, 1.0001], [3.0, 41.0], [1.03, 1.19]])
 def test_ticks_are_written_exactly(values, log):
-    plot = Lines(x="n_bytes", y="ratio", log=log).plot(FRAME.iloc[:2].assign(ratio=values))
+    plot = draw_frame(Lines(x="n_bytes", y="ratio", log=log), FRAME.iloc[:2].assign(ratio=values))
     assert plot.svg
     axis = plot.figure.axes[0]
     labels = texts(axis.get_yticklabels())
@@ -144,27 +145,29 @@ def heights(axis):
 
 
 def test_bars_stand_side_by_side_around_their_tick_or_on_one_another():
-    axis = Bars(**BY_MODEL).plot(STEPS).figure.axes[0]
+    axis = draw_frame(Bars(**BY_MODEL), STEPS).figure.axes[0]
     assert heights(axis) == [1, 2, 10, 20]
     assert {patch.get_y() for patch in axis.patches} == {0}
     assert sum(patch.get_x() + patch.get_width() / 2 for patch in axis.patches) == pytest.approx(
         2 * 1
     )
-    stacked = Bars(**BY_MODEL, stacked=True).plot(STEPS).figure.axes[0]
+    stacked = draw_frame(Bars(**BY_MODEL, stacked=True), STEPS).figure.axes[0]
     assert {patch.get_y() for patch in stacked.patches} == {0, 1, 10}
     assert texts(stacked.figure.legends[0].get_texts()) == ["backward", "forward"]
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
     # which would hide one another
     with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):
-        Bars(**BY_MODEL).plot(both)
-    assert len(Bars(**BY_MODEL, panel="precision").plot(both).figure.axes) == 2
+        draw_frame(Bars(**BY_MODEL), both)
+    assert len(draw_frame(Bars(**BY_MODEL, panel="precision"), both).figure.axes) == 2
 
 
 def test_areas_are_steps_that_add_up():
     frame = pd.DataFrame(
         {"at_s": [0, 1, 1, 2], "kind": ["a", "a", "b", "a"], "bytes": [1.0, 2.0, 5.0, 3.0]}
     )
-    axis = Areas(x="at_s", y="bytes", hue="kind", order=("a", "b")).plot(frame).figure.axes[0]
+    axis = draw_frame(Areas(x="at_s", y="bytes", hue="kind", order=("a", "b")), frame).figure.axes[
+        0
+    ]
     assert [area.get_paths()[0].vertices[:, 1].max() for area in axis.collections] == [3.0, 7.0]
 
 
@@ -172,7 +175,7 @@ def test_a_timeline_starts_at_its_first_box():
     frame = pd.DataFrame(
         {"start_s": [5.0, 6.0, 7.0], "duration_s": [1.0, 0.5, 0.5], "lane": ["x", "y", "y"]}
     )
-    plot = Timeline(x="start_s", y="duration_s", lane="lane").plot(frame)
+    plot = draw_frame(Timeline(x="start_s", y="duration_s", lane="lane"), frame)
     assert plot.data["start_s"].tolist() == [0, 1, 2]
     axis = plot.figure.axes[0]
     assert texts(axis.get_yticklabels()) == ["x", "y"]
@@ -185,7 +188,7 @@ def test_a_timeline_of_one_box_per_lane_has_their_values_inside_the_axis():
         {"part": ["a", "b", "step"], "at": [0.0, 1.0, 0.0], "seconds": [1.0, 2.0, 3.0]}
     )
     frame = frame.assign(low=[None, None, 2.5], high=[None, None, 9.0])
-    plot = Timeline(x="at", y="seconds", lane="part").plot(frame)
+    plot = draw_frame(Timeline(x="at", y="seconds", lane="part"), frame)
     axis = plot.figure.axes[0]
     assert [(box.get_x(), box.get_x() + box.get_width()) for box in axis.patches] == [
         (0, 1),
@@ -209,29 +212,31 @@ KINDS = {
 def test_every_figure_says_that_nothing_was_measured_and_draws_the_same_twice(kind):
     figure = KINDS[kind]
     for empty in (STEPS.iloc[:0], STEPS.assign(seconds=float("nan"), low=float("nan"))):
-        assert "nothing was measured" in figure.plot(empty).figure.texts[0].get_text()
-    assert figure.plot(STEPS).svg == figure.plot(STEPS).svg
+        assert "nothing was measured" in draw_frame(figure, empty).figure.texts[0].get_text()
+    assert draw_frame(figure, STEPS).svg == draw_frame(figure, STEPS).svg
     with pytest.raises(ValueError, match="no column"):
-        figure.plot(STEPS.drop(columns="phase"))
+        draw_frame(figure, STEPS.drop(columns="phase"))
 
 
 @pytest.mark.parametrize("kind", [Lines, Bars])
 def test_an_interval_is_drawn_around_its_own_column_alone(kind):
     rates = FRAME.drop(columns="world_size").assign(busbw_gb_per_s=[1.0, 2.0, 3.0, 4.0])
-    by_time = kind(**BY_SIZE).plot(rates)
+    by_time = draw_frame(kind(**BY_SIZE), rates)
     assert interval_lines(by_time) == 2
     assert by_time.data["low"].notna().sum() == 2
-    by_rate = kind(**BY_SIZE | {"y": "busbw_gb_per_s"}).plot(rates)
+    by_rate = draw_frame(kind(**BY_SIZE | {"y": "busbw_gb_per_s"}), rates)
     assert interval_lines(by_rate) == 0
     assert not {"low", "high"} & set(by_rate.data)
     # what is saved can be drawn again
-    assert interval_lines(kind(**BY_SIZE).plot(by_time.data)) == 2
+    assert interval_lines(draw_frame(kind(**BY_SIZE), by_time.data)) == 2
 
 
 @pytest.mark.parametrize("kind", [Lines, Bars])
 @pytest.mark.parametrize("hue", ["algorithm", "world_size"])
 def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(kind, hue):
-    plot = kind(x="algorithm", y="seconds", hue=hue).plot(FRAME.iloc[[2, 0]])  # torch, then ring
+    plot = draw_frame(
+        kind(x="algorithm", y="seconds", hue=hue), FRAME.iloc[[2, 0]]
+    )  # torch, then ring
     assert plot.svg
     axis = plot.figure.axes[0]
     assert texts(axis.get_xticklabels()) == ["torch", "ring"]
@@ -275,7 +280,7 @@ def test_a_name_of_two_groups_has_the_same_place_in_both():
 
 
 def test_bars_stand_in_natural_order():
-    axis = Bars(x="phase", y="seconds", hue="model").plot(STEPS.iloc[::-1]).figure.axes[0]
+    axis = draw_frame(Bars(x="phase", y="seconds", hue="model"), STEPS.iloc[::-1]).figure.axes[0]
     assert texts(axis.get_xticklabels()) == ["forward", "backward"]
     assert texts(axis.figure.legends[0].get_texts()) == ["nano", "mini"]
 
@@ -288,7 +293,9 @@ def test_a_reference_is_a_dashed_line_of_its_own_rows_or_one_across_each_bar():
     assert [line.get_ydata().tolist() for line in dashed] == [[1.0, 5.0, 2.0]]
     assert len(plot.marks) == 2
     assert texts(plot.figure.legends[0].get_texts()) == ["ring", "roof"]
-    bars = Bars(**BY_MODEL, reference="formula").plot(STEPS.assign(formula=[1.5, 2.5, 11.0, 19.0]))
+    bars = draw_frame(
+        Bars(**BY_MODEL, reference="formula"), STEPS.assign(formula=[1.5, 2.5, 11.0, 19.0])
+    )
     (lines,) = [one for one in bars.figure.axes[0].collections if one.get_linestyle()[0][1]]
     assert sorted(line[0][1] for line in lines.get_segments()) == [1.5, 2.5, 11.0, 19.0]
 
@@ -305,5 +312,5 @@ def test_a_metric_at_one_x_has_its_alternatives_there():
         for repeat in range(3)
     ]
     metric = Metric("seconds", "way", ("n_bytes",))
-    plot = Lines(source=metric, x="n_bytes").draw(Results(pd.DataFrame(rows)), None)
+    plot = draw_results(Lines(source=metric, x="n_bytes"), Results(pd.DataFrame(rows)))
     assert set(plot.data["way"]) == {"gloo", "shared"}

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 from labkit.lab import notebook
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import Plot
+from labkit.lab.figures.plot import Plot
 from labkit.lab.pages.cards import Piece
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.records import Row

@@ -11,7 +11,9 @@ from labkit.lab.advise.report import number_steps, report_advice
 from labkit.lab.advise.request import Options, make_request, read_options
 from labkit.lab.advise.text import PREDICTED
 from labkit.lab.config import ParameterError
-from labkit.lab.figures import Plot, Timeline
+from labkit.lab.figures import Timeline
+from labkit.lab.figures.draw import draw_frame
+from labkit.lab.figures.plot import Plot
 from labkit.scaling.advice import advise, sums_s
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import nearest
@@ -110,7 +112,7 @@ def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
         "max"
     )
     frame = frame[is_large.groupby(frame["part"]).transform("any")]
-    plot = Timeline(panel="layout", lane="part").plot(frame)
+    plot = draw_frame(Timeline(panel="layout", lane="part"), frame)
     return replace(plot, data=plot.data.assign(source=PREDICTED))
 
 

@@ -1,14 +1,17 @@
-"""Looks that all figures share, with colors close to Okabe and Ito's, which are safe for
-color-blind readers."""
+"""Looks that all figures share: colors, sizes, ticks, and the natural order of names.
+
+Colors are close to Okabe and Ito's, which are safe for color-blind readers.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, cycle
 from textwrap import wrap
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
 from matplotlib.ticker import (
     FuncFormatter,
@@ -20,7 +23,7 @@ from matplotlib.ticker import (
 )
 from matplotlib.ticker import NullLocator as NoTicks
 
-from labkit.lab.figures.names import in_order, looks
+from labkit.lab.figures.figure import ALL
 from labkit.lab.units import better, column, label
 
 PALETTE = (
@@ -40,38 +43,102 @@ TEXT = "#000000"
 SOFT = "#56606B"
 GRID = "#DFE3E7"
 PAGE = "#FFFFFF"
-FONT = 9  # points
-WIDTH = 7.6
-WIDE = 9.6
-PANEL_HEIGHT = 2.9  # inches: a figure of one panel, of several, and the height of a panel
 REFERENCE: dict[str, Any] = {"color": TEXT, "linestyle": "--", "linewidth": 1.2, "zorder": 2}
 """Look of what a formula says."""
-ALL = "all"
-"""Column of colors of a figure in one color."""
-MAX_PANELS_IN_ROW = 3
-LONGEST_LINE = 34  # characters next to a panel
+
+FONT = 9  # points
+WIDTH = 7.6  # inches: a figure of one panel
+WIDE = 9.6  # inches: a figure of several panels
+PANEL_HEIGHT = 2.9  # inches
+MARGIN_INCHES = 0.8  # width of the y axis
+PANELS_SHARE = 0.8  # of the width of a figure; the y axis and the legend take the rest
+LABEL_INCHES = 0.075  # width of a character
+BOLD_INCHES = 0.085  # width of a character of a panel's title
 LEGEND_ROW_INCHES = 0.2
+STEEP_INCHES = 0.5  # names closer to one another are slanted more
+
+MAX_PANELS_IN_ROW = 3
+MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
+LONGEST_LINE = 34  # characters next to a panel
 LONGEST_BESIDE = 26  # names of more characters put a legend below the panels
 LONGEST_UPRIGHT = 9  # characters of a name below an axis; longer ones are slanted
-BOLD_INCHES = 0.085
-PANELS_SHARE = 0.8  # width of a character of a panel's title; share of the panels in a figure
-LABEL_INCHES = 0.075
-MARGIN_INCHES = 0.8  # width of a character, and of the y axis
-STEEP_INCHES = 0.5  # names closer to one another are slanted more
-MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
-MIN_TICKS = 3
-MAX_TICKS = 10  # of a logarithmic axis: fewer do not show its scale, more have no room
+MIN_TICKS = 3  # of a logarithmic axis: fewer do not show its scale
+MAX_TICKS = 10  # more have no room
 MIN_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks apart
+
+# The place in its group is the color and marker of a name. A name in two groups has the same place
+# in both, so `torch` is first wherever it occurs.
+_TABLE = """
+torch | ring | butterfly | halving_doubling | recursive_doubling | auto | one_shot
+torch | point_to_point | shared | registered | floor
+gloo | nccl | shared memory
+torch | naive | flat | overlapped | bucketed | bucketed_sync | local
+  | naive_shared | bucketed_shared
+explicit | compiled | tiled | flash | sdpa | sdpa_math | sdpa_flash | sdpa_efficient | sdpa_cudnn
+ddp | torch_ddp | zero1 | torch_zero1 | zero2 | zero3 | torch_zero3
+torch | labkit | plain_local_batch | plain_whole_batch | collectives_alone
+torch | own
+torch + BatchNorm | own + BatchNorm | torch + SyncBatchNorm | own + SyncBatchNorm
+BatchNorm | SyncBatchNorm
+torch | torch, sequence parallel | shared | shared, sequence parallel | one rank
+ring, zigzag | ring, contiguous | gathered, zigzag | gathered, contiguous | one rank
+data parallel | sharded | tensor parallel | pipeline | context parallel
+all_reduce | reduce_scatter | all_gather
+input | forward | backward | optimizer
+inference | forward | backward | optimizer | forward and backward | step | waiting | all-reduce
+parameters | gradients | activations | optimizer | temporaries | inputs
+inference, float32 | inference, bfloat16 | forward, float32 | forward, bfloat16
+  | full step, float32 | full step, bfloat16
+float64 | float32 | bfloat16 | float16
+fp32 | fp16 | bf16 | fp16_into_fp32 | fp16_cast_to_fp32 | bf16_into_fp32
+matmul | softmax | loss | elementwise | reduction | embedding | copy | dispatch
+memory | arithmetic | the call
+add | new
+nano | mini | small | medium | large | xl | 2.7B | 10B
+"""
+_LINES = _TABLE.replace("\n  |", " |").strip().splitlines()
+GROUPS = tuple(tuple(line.split(" | ")) for line in _LINES)
+_PLACES = {name: place for group in GROUPS for place, name in enumerate(group)}
+
+
+def in_order(values: Iterable[Any]) -> list[Any]:
+    """Return distinct values in natural order: numbers ascending, then names as in `GROUPS`.
+
+    Other names, such as a reader's own, come last, in the order in which they are given.
+    """
+    distinct = list(dict.fromkeys(values))
+    numbers = sorted(value for value in distinct if not isinstance(value, str))
+    names = [value for value in distinct if isinstance(value, str)]
+    # A name may be in several groups: the group that has most of these names has their order.
+    groups = sorted(GROUPS, key=lambda group: -len({*group} & {*names}))
+    order = {name: place for place, name in enumerate(dict.fromkeys(chain(*groups)))}
+    return numbers + sorted(names, key=lambda name: order.get(name, len(order)))
+
+
+def _assign(values: Iterable[Any], choices: Sequence[str]) -> dict[Any, str]:
+    """Assign one of `choices`, colors or markers, to each value.
+
+    A name of `GROUPS` gets that of its place. Others get those that are left, so that a reader's
+    own alternative changes no other.
+    """
+    ordered = in_order(values)
+    result: dict[Any, str] = {}
+    for name in ordered:
+        place = _PLACES.get(name, len(choices))
+        if place < len(choices) and choices[place] not in result.values():
+            result[name] = choices[place]
+    free = cycle([one for one in choices if one not in result.values()] or choices)
+    return {name: result[name] if name in result else next(free) for name in ordered}
 
 
 def colors(values: Iterable[Any]) -> dict[Any, str]:
-    """Return the color of each distinct value, in natural order (`figures.names`)."""
-    return looks(values, PALETTE)
+    """Return the color of each distinct value, in natural order (`GROUPS`)."""
+    return _assign(values, PALETTE)
 
 
 def markers(values: Iterable[Any]) -> dict[Any, str]:
-    """Return the marker of each distinct value, in natural order (`figures.names`)."""
-    return looks(values, MARKERS)
+    """Return the marker of each distinct value, in natural order (`GROUPS`)."""
+    return _assign(values, MARKERS)
 
 
 def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:
@@ -95,11 +162,11 @@ def draw_intervals(
         )
 
 
-def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Figure, list[Axes]]:
+def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Canvas, list[Axes]]:
     """Make panels of `height` inches with one y axis: up to three in a row, four in two rows."""
     columns = 2 if panels == 4 else min(panels, MAX_PANELS_IN_ROW)
     rows = -(-panels // columns)
-    figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, height * rows))
+    figure = Canvas(figsize=(WIDTH if panels == 1 else WIDE, height * rows))
     axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
     for empty in axes[panels:]:
         empty.remove()
@@ -109,8 +176,7 @@ def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Figure, list[
 def finish_axes(
     axis: Axes, title: str | None = None, *, x: str = "", y: str = "", grid: str = "y"
 ) -> None:
-    """Draw a light grid behind the data, a frame at the bottom alone, and the titles of the panel
-    and its axes."""
+    """Draw a light grid, a frame at the bottom alone, and the titles of the panel and its axes."""
     axis.grid(visible=False)
     axis.grid(visible=True, axis=grid, which="major", color=GRID, linewidth=0.7)  # type: ignore[arg-type]
     axis.set_axisbelow(True)
@@ -119,16 +185,15 @@ def finish_axes(
     axis.tick_params(which="both", length=0, labelsize=FONT, labelcolor=SOFT, pad=5)
     axis.set_xlabel(x, fontsize=FONT, color=TEXT)
     place = axis.get_subplotspec()
-    axis.set_ylabel(y if place is None or place.is_first_col() else "", fontsize=FONT, color=TEXT)
+    assert place is not None, "panels are made by `subplots`"
+    # Also where there is none: seaborn has written the name of the column.
+    axis.set_ylabel(y if place.is_first_col() else "", fontsize=FONT, color=TEXT)
     if title is not None:
-        columns = 1 if place is None else place.get_gridspec().ncols
-        inches = axis.get_figure(root=True).get_figwidth() * PANELS_SHARE / columns  # type: ignore[union-attr]
-        axis.set_title(
-            "\n".join(wrap(title, int(inches / BOLD_INCHES))),
-            fontsize=FONT,
-            fontweight="bold",
-            loc="left",
-        )
+        canvas = axis.get_figure(root=True)
+        assert canvas is not None
+        inches = canvas.get_figwidth() * PANELS_SHARE / place.get_gridspec().ncols
+        lines = wrap(title, int(inches / BOLD_INCHES))
+        axis.set_title("\n".join(lines), fontsize=FONT, fontweight="bold", loc="left")
 
 
 def value_title(name: str) -> str:
@@ -137,20 +202,21 @@ def value_title(name: str) -> str:
     direction = better(name)
     if direction is None:
         return title
-    return f"{title}{' ' if len(title) + len(direction) < LONGEST_LINE else chr(10)}({direction})"
+    separator = " " if len(title) + len(direction) < LONGEST_LINE else "\n"
+    return f"{title}{separator}({direction})"
 
 
 def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
-    """Write the names of categories below an axis of `inches`, slanted if they would touch one
-    another."""
+    """Write the names of categories below an axis of `inches`, slanted if they would touch."""
     middle = (len(names) - 1) / 2
     half = max(len(names) / 2 + 0.1, MIN_PLACES / 2)
     longest = max(map(len, names))
-    is_slanted = longest > LONGEST_UPRIGHT and len(names) > 3
-    is_slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
-    slant: dict[str, Any] = {"ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
-    if is_slanted:
-        slant["rotation"] = 25 if inches / (2 * half) > STEEP_INCHES else 50
+    name_inches = inches / (2 * half)
+    slant: dict[str, Any] = {}
+    touches = len(names) > 1 and longest * LABEL_INCHES > name_inches
+    if touches or (longest > LONGEST_UPRIGHT and len(names) > 3):
+        degrees = 25 if name_inches > STEEP_INCHES else 50
+        slant = {"ha": "right", "rotation_mode": "anchor", "rotation": degrees}
     axis.set_xticks(range(len(names)), names, **slant)
     axis.set_xlim(middle - half, middle + half)
 
@@ -162,26 +228,24 @@ def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[str | None
     return [(label(panel, value), data[data[panel] == value]) for value in in_order(data[panel])]
 
 
-def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
+def add_legend(canvas: Canvas, hue: str, handles: Mapping[str, Any]) -> None:
     """Add one legend for all panels: at their right, or below them if its names are long."""
     if not handles or (hue == ALL and len(handles) == 1):
         return
     widest = max(map(len, handles))
-    is_beside = widest <= LONGEST_BESIDE
-    columns = (
-        1
-        if is_beside
-        else max(1, min(len(handles), int(figure.get_figwidth() * 14 / (widest + 8))))
-    )
-    if not is_beside:  # panels stay as high as they are
-        rows = 1 + math.ceil(len(handles) / columns)
-        figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * rows)
-    figure.legend(
+    is_below = widest > LONGEST_BESIDE
+    n_columns = 1
+    if is_below:
+        n_columns = max(1, min(len(handles), int(canvas.get_figwidth() * 14 / (widest + 8))))
+        # The legend gets room of its own: panels stay as high as they are.
+        n_rows = 1 + math.ceil(len(handles) / n_columns)
+        canvas.set_figheight(canvas.get_figheight() + LEGEND_ROW_INCHES * n_rows)
+    canvas.legend(
         handles.values(),
         [name_text(name) for name in handles],
         title=None if hue == ALL else column(hue).axis,
-        loc="outside right upper" if is_beside else "outside lower center",
-        ncols=columns,
+        loc="outside lower center" if is_below else "outside right upper",
+        ncols=n_columns,
         frameon=False,
         fontsize=FONT,
         title_fontsize=FONT,
@@ -192,11 +256,13 @@ def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
 def format_axis(axis: Any, name: str, *, is_log: bool = False) -> None:
     """Set round ticks for the present range of an axis, with the units of a column."""
     low, high = axis.get_view_interval()
-    if (missing := MIN_SPAN * max(abs(low), abs(high)) - (high - low)) > 0:
-        low = low - missing / 2
-        high = high + missing / 2
+    missing = MIN_SPAN * max(abs(low), abs(high)) - (high - low)
+    if missing > 0:
+        low -= missing / 2
+        high += missing / 2
         axis.set_view_interval(low, high, ignore=True)
-    axis.set_major_locator(log_ticks(name, low, high) if is_log else _linear_ticks(name, low, high))
+    make_ticks = log_ticks if is_log else _linear_ticks
+    axis.set_major_locator(make_ticks(name, low, high))
     axis.set_minor_locator(NoTicks())
     axis.set_major_formatter(FuncFormatter(lambda value, _: column(name).form(value)))
     axis.set_minor_formatter(NullFormatter())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import unescape
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from IPython.display import HTML
@@ -24,7 +24,6 @@ from pygments.lexers import PythonLexer
 from labkit.lab.answers import Question
 from labkit.lab.config import ParameterError
 from labkit.lab.facts import Answer, Comparison
-from labkit.lab.figures import Plot
 from labkit.lab.pages.html import (
     code_style,
     piece,
@@ -41,6 +40,9 @@ from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine.description import Machine, describe_machine
 from labkit.machine.load import busy_reason
 from labkit.parallel.collectives import ALGORITHMS
+
+if TYPE_CHECKING:  # it imports matplotlib
+    from labkit.lab.figures.plot import Plot
 
 PIECE_MIME = "application/vnd.labkit.piece+json"  # replaces a notebook's output on the page
 MAX_CSV_BYTES = 2**18  # embedded in a page; larger tables stay next to the figure's file
@@ -183,7 +185,7 @@ def render_source(studied: Any) -> Piece:
     return Piece(piece("source", **about, style=Markup(code_style(SOURCE_SCOPE))), on_page=on_page)
 
 
-def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
+def figure(plot: "Plot", alt: str, file: str, caption: str = "") -> Piece:
     """Return a figure: a picture in a notebook, a drawing with values on hover on a page.
 
     `alt` describes it to readers who do not see it, `file` names the file of its numbers.
