@@ -1,5 +1,4 @@
-"""What a notebook calls: open the lab, measure, show figures and tables, answer, close. Displays
-are escaped HTML."""
+"""What a notebook calls: open the lab, measure, show figures and tables, answer, close."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -23,16 +22,11 @@ from labkit.lab.figures.draw import draw
 from labkit.lab.figures.plot import Plot
 from labkit.lab.pages import cards
 from labkit.lab.pages.record import run_card
-from labkit.lab.parameters import (
-    Parameters,
-    check_papermill_cell,
-    check_parameters,
-    locate_run,
-)
+from labkit.lab.parameters import Parameters, check_papermill_cell, check_parameters, locate_run
 from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.budget import with_more_rounds
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
-from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
+from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, Progress, terminal_line
 from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import (
     NAME,
@@ -156,11 +150,15 @@ class OpenLab:
             config = self.config
             if more is not None:
                 config = with_more_rounds(self.study, config, more)
-            profile = self.parameters.profile
-            begin = partial(measure, self.study, config, profile=profile, only_plugins=only)
-            self._run = self._measure(
-                partial(begin, on_start=partial(setattr, self, "_interrupted"))
+            begin = partial(
+                measure,
+                self.study,
+                config,
+                profile=self.parameters.profile,
+                only_plugins=only,
+                on_start=partial(setattr, self, "_interrupted"),
             )
+            self._run = self._measure(begin)
         self._answers = {}
         return self.run.frame()
 
@@ -184,8 +182,7 @@ class OpenLab:
         return self.run.frame()
 
     def source(self, *studied: Any) -> None:
-        """Show the source of functions or classes, folded on a page. ValueError for objects without
-        source."""
+        """Show the source of functions or classes. ValueError for objects without source."""
         for one in studied:
             display(cards.render_source(one))
 
@@ -199,21 +196,23 @@ class OpenLab:
         display(self._figure(plot, name, caption or name, caption))
 
     def answer(self, question_id: str) -> None:
-        """Show the answer to a question: headline, figure, then the numbers. ValueError for an
-        unknown id."""
+        """Show the answer to a question: headline, figure, table. ValueError for an unknown id."""
         question = self.study.question(question_id)
         answer = self.answers()[question_id]
         figures = []
         if question.figure is not None and answer.verdict != "not measured":
             plot = draw(question.figure, self.run.results(), answer.table)
-            figures = [self._figure(plot, question_id, question.text)] if len(plot.data) else []
+            if len(plot.data):
+                figures.append(self._figure(plot, question_id, question.text))
         if self._guess and isinstance(question, Check):
             answer = with_guesses(question, answer, self._guess)
         display(cards.answer(question, answer, figures))
 
     def guesses(self, question_id: str) -> None:
-        """Show your guesses next to predictions and measurements, without the answer. ValueError
-        for a question that predicts nothing."""
+        """Show your guesses next to predictions and measurements, without the answer.
+
+        ValueError for a question that predicts nothing.
+        """
         question = self.study.question(question_id)
         if not isinstance(question, Check):
             raise ParameterError(
@@ -234,8 +233,7 @@ class OpenLab:
         return self._answers
 
     def close(self) -> None:
-        """Show where the numbers come from and how to get them again; leave the run's path for the
-        page."""
+        """Show where the numbers come from and how to get them again."""
         display(run_card(self.study, self.run))
 
     def _figure(self, plot: Plot, name: str, alt: str, caption: str = "") -> cards.Piece:
@@ -256,47 +254,45 @@ class OpenLab:
 
     def _measure(self, measure_all: Callable[..., Run]) -> Run:
         line = NotebookLine() if hasattr(get_ipython(), "kernel") else None
+        in_terminal = terminal_line(Console(stderr=True), "measuring")
         try:
-            with (
-                nullcontext(line.update)
-                if line
-                else terminal_line(Console(stderr=True), "measuring")
-            ) as show:
-                if self._interrupted is None:  # a resumed run has its calibration
-                    if needs_calibration([self.study], self.parameters.profile):
-                        calibrate(
-                            lambda now: show(
-                                replace(now, text=f"limits of this machine: {now.text}")
-                            ),
-                            print,
-                        )
+            with in_terminal if line is None else nullcontext(line.update) as show:
+                if self._interrupted is None:  # a resumed run has done both
+                    self._calibrate(show)
                     self._refuse_failing()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
-            hint = ""
-            if self._interrupted is not None:
-                hint = "; what was measured is kept: frame = lab.resume() goes on"
-                if self._plugins == NO_PLUGINS:  # a terminal has no plugins
-                    hint += (
-                        f", or in a terminal `labkit measure {self.study.name} --resume"
-                        f" {self._interrupted.stem}`"
-                    )
-            raise MeasuringInterrupted(f"interrupted{hint}") from None
+            raise MeasuringInterrupted(f"interrupted{self._resume_hint()}") from None
         self._interrupted = None
         if line is None:
             display(cards.coverage(run))
         else:
             line.show(cards.coverage(run).data)
-        names = list(self._plugins.alternatives)
-        frame = run.frame()
-        metrics = [
-            question.metric for question in self.study.questions if isinstance(question, Compare)
-        ]
-        for note in dict.fromkeys(
-            note for metric in metrics for note in metric.failures(frame, names)
-        ):
-            display(cards.note(describe_note(note)))
+        self._show_failures(run)
         return run
+
+    def _calibrate(self, show: Callable[[Progress], None]) -> None:
+        if needs_calibration([self.study], self.parameters.profile):
+            calibrate(
+                lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print
+            )
+
+    def _resume_hint(self) -> str:
+        if self._interrupted is None:
+            return ""
+        hint = "; what was measured is kept: frame = lab.resume() goes on"
+        if self._plugins != NO_PLUGINS:  # which a terminal does not have
+            return hint
+        command = f"labkit measure {self.study.name} --resume {self._interrupted.stem}"
+        return f"{hint}, or in a terminal `{command}`"
+
+    def _show_failures(self, run: Run) -> None:
+        """Say below the coverage why an alternative of the reader's own has no values."""
+        names = list(self._plugins.alternatives)
+        questions = [one for one in self.study.questions if isinstance(one, Compare)]
+        notes = [note for one in questions for note in one.metric.failures(run.frame(), names)]
+        for note in dict.fromkeys(notes):
+            display(cards.note(describe_note(note)))
 
     def _refuse_failing(self) -> None:
         """ParameterError for an alternative that ends its point, within seconds.
@@ -305,7 +301,7 @@ class OpenLab:
         """
         for name, alternative in self._plugins.alternatives.items():
             result = check_alternative(self.study, alternative)
-            # not a baseline that is slow today
+            # Without the name, it is the baseline that is slow today.
             if result.verdict in ("hangs", "fails") and f"in {NAME}" in result.details:
                 raise ParameterError(
                     f"{self.study.name}: nothing was measured: {name} {result.verdict}:"
