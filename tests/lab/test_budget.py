@@ -1,6 +1,8 @@
 """A run and a report within a time: which points are left out, and how labs share it."""
 
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +10,7 @@ from labkit.lab.calibration import LIMITS
 from labkit.lab.config import ParameterError
 from labkit.lab.pages.report_time import PAGE_S, ReportTime
 from labkit.lab.point import START_S
+from labkit.lab.project import runs_directory
 from labkit.lab.runs import budget
 from labkit.lab.runs.budget import (
     Budget,
@@ -124,6 +127,35 @@ def test_a_machine_is_as_fast_as_itself(monkeypatch):
     monkeypatch.setattr(budget, "newest_calibration", lambda machine: calibration)
     assert slowness(calibration, describe_machine()) == pytest.approx(1.0)
     assert slowness(None, describe_machine()) == 1.0
+
+
+def test_what_a_busy_machine_took_says_nothing_of_what_it_takes(monkeypatch):
+    machine = describe_machine()
+    fast = recorded("all_reduce").header.calibration
+    slow = [
+        replace(rates, products={}, additions=[(n, 9 * s) for n, s in rates.additions])
+        for rates in fast.rates
+    ]
+    local = replace(fast, rates=tuple(slow), is_disturbed=False)
+    monkeypatch.setattr(budget, "newest_calibration", lambda machine: local)
+    quiet = slowness(fast, machine)
+    monkeypatch.setattr(
+        budget, "newest_calibration", lambda machine: replace(local, is_disturbed=True)
+    )
+    assert slowness(fast, machine) == 1.0 != quiet
+    lab = load_lab("attention")
+    run = recorded("attention")
+    header = run.header.model_copy(update={"machine": machine})
+    busy = SimpleNamespace(header=header, ends=run.ends, is_busy=True)
+    monkeypatch.setattr(
+        budget,
+        "newest_runs",
+        lambda folder: [busy] if folder == runs_directory() / lab.name else [],
+    )
+    points = lab.plan(lab.profiles["quick"], machine)
+    as_busy = expected_seconds(lab, points, machine)
+    busy.is_busy = False
+    assert as_busy != expected_seconds(lab, points, machine)
 
 
 def test_more_seconds_are_more_time_and_more_rounds_for_every_point():

@@ -80,15 +80,16 @@ class Budget:
 def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> dict[str, float]:
     """Return the seconds that each point takes on this machine, with the start of its ranks.
 
-    They are those of the same point in this machine's newest runs, or in the recorded run, times
-    how much longer this machine takes for the same work. A point of neither is planned by its
-    memory and its rounds. Points that this machine cannot measure take no time.
+    They are those of the same point in this machine's newest runs while nothing else ran, or in the
+    recorded run, times how much longer this machine takes for the same work. A point of neither is
+    planned by its memory and its rounds. Points that this machine cannot measure take no time.
     """
     known = dict[str, tuple[float, float]]()  # seconds, and those that rounds could have taken
     for run in newest_runs(recorded_directory() / study.name):
         known |= _elapsed(run, slowness(run.header.calibration, machine))
     for run in reversed([*islice(newest_runs(runs_directory() / study.name), MAX_RUNS)]):
-        if run.header.machine.identity == machine.identity:
+        # How busy the machine is now is known, and no run that was busy tells more about it.
+        if run.header.machine.identity == machine.identity and not run.is_busy:
             known |= _elapsed(run)
     expected = {}
     for group in by_ranks(points):
@@ -125,7 +126,8 @@ def expected_lab_seconds(study: Lab, points: Sequence[Point], machine: Machine) 
 def slowness(calibration: Calibration | None, machine: Machine) -> float:
     """Return how many times as long this machine takes as the calibrated one; 1 if unknown."""
     local = newest_calibration(machine)
-    if calibration is None or local is None:
+    # A calibration of a busy machine would count twice what other programs take.
+    if calibration is None or local is None or local.is_disturbed:
         return 1.0
     device = machine.device("auto")
     here = local.rates_on(device)

@@ -153,8 +153,7 @@ def gains(results: Results) -> pd.DataFrame:
     ratios_by_question = [
         CHANGE.ratios_to(YOURS, results.frame, among) for among in ([*CHANGES], [TOGETHER])
     ]
-    # Without a row of the changes, their empty column holds no names.
-    table = pd.concat(ratios_by_question).merge(about.astype({"change": object}), on="change")
+    table = pd.concat(ratios_by_question).merge(about, on="change")
     samples = CHANGE.samples(results.frame)
     yours_s = samples[samples["change"] == YOURS].groupby("session")["seconds"].median()
     ratios = table[["ratio", "high", "low"]].astype(float)
