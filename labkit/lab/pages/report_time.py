@@ -11,8 +11,9 @@ from labkit.lab.runs.budget import expected_lab_seconds
 from labkit.machine.description import describe_machine
 from labkit.machine.load import slowdown_by_others
 
-PAGE_S = 4.0
-"""Seconds of a page besides its points: the notebook's other cells, figures, HTML."""
+PAGE_S = 3.0
+"""Seconds of a page besides its points: the notebook's other cells, figures, HTML; hardly more on a
+loaded machine."""
 MIN_SHARE_S = 1.0
 
 
@@ -24,12 +25,11 @@ class ReportTime:
     """Seconds of the points of each lab, by its name, in the order of measuring."""
     deadline: float = math.inf
     """When the last page must be written, by `time.monotonic`."""
-    page_s: float = PAGE_S
 
     @property
     def total_s(self) -> float:
         """Seconds that the whole report takes without a budget."""
-        return sum(self.expected.values()) + self.page_s * len(self.expected)
+        return sum(self.expected.values()) + PAGE_S * len(self.expected)
 
     @property
     def is_limited(self) -> bool:
@@ -50,7 +50,7 @@ class ReportTime:
         """
         names = list(self.expected)
         to_come = {name: self.expected[name] for name in names[names.index(first or names[0]) :]}
-        remaining_s = self.deadline - time.monotonic() - self.page_s * len(to_come)
+        remaining_s = self.deadline - time.monotonic() - PAGE_S * len(to_come)
         limits_s = to_come.pop(LIMITS, 0.0)
         total_s = max(sum(to_come.values()), 1e-9)
         shares = {
@@ -69,4 +69,4 @@ def plan_time(pages: Sequence[PlannedPage], deadline: float) -> ReportTime:
         points = page.study.plan(page.config, machine)
         seconds = expected_lab_seconds(page.study, points, machine)
         expected[page.study.name] = slowdown * seconds
-    return ReportTime(expected, deadline, slowdown * PAGE_S)
+    return ReportTime(expected, deadline)
