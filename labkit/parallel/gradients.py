@@ -12,7 +12,7 @@ them. A parameter without a layout for a group is only on this rank, as a layer 
 Cutting a model by torch's DTensor was measured: autograd through `to_local()` makes a small step
 1.4 to 1.5 times as long, and AdamW 1.6 to 1.9 times. Parameters of labkit's wrappers are therefore
 ordinary tensors with layouts. For `torch.nn.utils.clip_grad_norm_` and `GradScaler`, the gradient
-of a cut parameter is a `CutGradient`; state dicts have DTensors (`labkit.parallel.tensor`).
+of a `CutParameter` is a `CutGradient`; state dicts have DTensors (`labkit.parallel.tensor`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.parallel.transport import member_group
 from labkit.torch_private import AMP_CHECK, FOREACH_NORM, DisableTorchFunctionSubclass
@@ -56,6 +56,14 @@ def add_layout(parameter: Tensor, layout: Layout) -> None:
     """Mark how a group has the parameter; replaces an earlier layout for this group."""
     others = [each for each in get_layouts(parameter) if each.group is not layout.group]
     parameter.layouts = (*others, layout)  # type: ignore[attr-defined]
+    # FSDP's shards have gradients of a class that does the same
+    if layout.dim is not None and not hasattr(parameter, "to_local"):
+        parameter.__class__ = CutParameter
+
+
+def find_cut(parameter: Tensor) -> Layout | None:
+    """Return the layout of the group over which a parameter is cut, if it is."""
+    return next((each for each in get_layouts(parameter) if each.dim is not None), None)
 
 
 def get_layouts(parameter: Tensor) -> tuple[Layout, ...]:
@@ -193,14 +201,33 @@ _READ_BY_TRAINERS = {
 }
 
 
-def mark_cut_gradients(parameters: Iterable[Tensor]) -> None:
-    """Let the gradients of cut parameters be `CutGradient`s; DTensors of FSDP stay as they are."""
-    for parameter in parameters:
-        for layout in get_layouts(parameter):
-            grad: Any = parameter.grad
-            if layout.dim is not None and type(grad) is Tensor:
-                parameter.grad = grad.as_subclass(CutGradient)
-                vars(parameter.grad)["group"] = layout.group
+class CutParameter(nn.Parameter):
+    """This rank's part of a parameter. Its `grad` is a `CutGradient`, whoever has set it.
+
+    Marking gradients after each backward pass would miss those that a data-parallel wrapper or a
+    user puts in their place later.
+    """
+
+    @property
+    def grad(self) -> Any:
+        """The gradient of this rank's part."""
+        gradient = _GRAD.__get__(self)
+        if type(gradient) is Tensor:
+            gradient = gradient.as_subclass(CutGradient)
+            gradient.group = cast(Layout, find_cut(self)).group
+            _GRAD.__set__(self, gradient)  # the same object the next time, as of any parameter
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+
+_GRAD: Any = Tensor.grad
 
 
 def _norm_of_parts(
@@ -209,23 +236,43 @@ def _norm_of_parts(
     """Turn the norms of cut gradients into those of all ranks' parts, with one message."""
     cut = [i for i, grad in enumerate(grads) if isinstance(grad, CutGradient)]
     is_max = ord == float("inf")
-    powers = torch.stack([norms[i] if is_max else norms[i] ** ord for i in cut])
+    # FSDP's norms are DTensors: first those of all its ranks' rows, then of the parts
+    local = [getattr(norms[i], "full_tensor", lambda i=i: norms[i])() for i in cut]
+    powers = torch.stack([norm if is_max else norm**ord for norm in local])
     group = grads[cut[0]].group  # type: ignore[attr-defined]
     dist.all_reduce(powers, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
     whole = powers if is_max else powers ** (1 / ord)
     results = list(norms)
     for i, norm in zip(cut, whole, strict=True):
-        results[i] = norm
+        results[i] = _replicate_like(norms[i], norm)
     return results
 
 
-def _count_copies(parameter: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
+def _replicate_like(like: Any, norm: Tensor) -> Tensor:
+    """Return a norm as the DTensor that `like` is, if it is one."""
+    if not hasattr(like, "full_tensor"):
+        return norm
+    from torch.distributed.tensor import DTensor, Replicate  # takes half a second
+
+    mesh = like.device_mesh
+    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _count_copies(parameter: Any, groups: Sequence[dist.ProcessGroup]) -> int:
     """Return how many ranks of the groups have this gradient."""
-    return prod(find_layout(parameter, group).copies for group in groups)
+    copies = prod(find_layout(parameter, group).copies for group in groups)
+    # FSDP has scalars whole on every rank
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    for dim, placement in enumerate(parameter.placements if mesh is not None else ()):
+        # torch may take another mesh, with groups of its own, if that has the same ranks
+        if placement.is_replicate() and dist.get_process_group_ranks(mesh.get_group(dim)) in ranks:
+            copies *= mesh.size(dim)
+    return copies
 
 
-def _local(grad: Tensor) -> Tensor:
+def _local(grad: Any) -> Tensor:
     """Return this rank's part of a DTensor, and a gradient of a cut parameter as a plain tensor."""
-    if isinstance(grad, CutGradient):
-        return grad.as_subclass(Tensor)
-    return grad.to_local() if hasattr(grad, "to_local") else grad
+    if hasattr(grad, "to_local"):
+        return grad.to_local()
+    return grad.as_subclass(Tensor) if isinstance(grad, CutGradient) else grad

@@ -48,7 +48,7 @@ from labkit.parallel.agreement import (
     wait_for_ranks,
 )
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.gradients import Layout, add_layout, get_layouts, mark_cut_gradients
+from labkit.parallel.gradients import Layout, add_layout
 from labkit.parallel.tensor_collectives import TORCH, Ranks, cut
 from labkit.parallel.tensor_layers import (
     IGNORED,
@@ -65,7 +65,6 @@ from labkit.parallel.tensor_plan import (
     read_plan,
 )
 from labkit.parallel.transport import AUTO, CHOICES, member_group
-from labkit.torch_private import queue_callback
 
 Group = dist.ProcessGroup | None
 # labkit's collectives over a transport, or those of torch.distributed
@@ -150,35 +149,8 @@ class TensorParallel(nn.Module):
 
     def _mark(self) -> None:
         """Tell the parameters what they are."""
-        self._cut_parameters: list[nn.Parameter] | None = None
         for name, parameter in self.module.named_parameters():
             add_layout(parameter, self._layouts[name])
-
-    def _mark_gradients_after_backward(self, output: Any) -> None:
-        """Let gradients be `CutGradient`s after each backward pass through an output.
-
-        A hook per parameter takes longer, and FSDP refuses parameters with hooks.
-        """
-
-        if self._cut_parameters is None:
-            # Once, since it takes longer than marking; not before FSDP has replaced its parameters,
-            # which would stay in memory.
-            self._cut_parameters = [
-                parameter
-                for parameter in self.module.parameters()
-                if not hasattr(parameter, "to_local")
-                if any(layout.dim is not None for layout in get_layouts(parameter))
-            ]
-        parameters = self._cut_parameters
-
-        # Autograd runs this when the pass is over and every gradient is there. A data-parallel
-        # wrapper averages after it, and keeps the class of gradients.
-        def mark() -> None:
-            mark_cut_gradients(parameters)
-
-        for tensor in output if isinstance(output, tuple) else [output]:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: queue_callback(mark))
 
     def forward(self, inputs: Any, targets: Any = None, **options: Any) -> Any:
         """Compute the model's outputs; with targets (B, S), int64, the mean loss of its logits.
@@ -192,11 +164,6 @@ class TensorParallel(nn.Module):
         # Ranks with other shapes would hang, and with other tokens compute nonsense.
         batch = {"tokens": inputs, "targets": targets, **options}
         agree_per_pass("tokens and targets", lambda: _describe_batch(batch), self._ranks.group)
-        output = self._compute(inputs, targets, options)
-        self._mark_gradients_after_backward(output)
-        return output
-
-    def _compute(self, inputs: Any, targets: Any, options: Mapping[str, Any]) -> Any:
         if targets is None:
             return self.module(inputs, **options)
         if not self._heads:

@@ -14,8 +14,8 @@ from labkit.parallel.gradients import (
     any_rank_overflowed,
     clip_grad_norm_,
     fork_seed,
-    mark_cut_gradients,
 )
+from labkit.parallel.sharding import FSDP
 from tests.parallel.model_parallel_cases import EXACT
 from tests.parallel.shared_ranks import on_ranks
 
@@ -41,7 +41,6 @@ def make_parameters() -> tuple[list[nn.Parameter], list[Tensor]]:
         add_layout(parameters["tied"], Layout(world, copies=2))
     for name, parameter in parameters.items():
         (parameter * parts[name]).sum().backward()
-    mark_cut_gradients(parameters.values())
     return [*parameters.values()], [matrix, gain, tied, *layers]
 
 
@@ -59,6 +58,30 @@ def test_clip() -> list[str]:
             wrong.append(f"{norm_type}: {norm} instead of {expected}, off by {error}")
     nothing = clip_grad_norm_([], 0.5) if dist.get_rank() else clip_grad_norm_(parameters, 0.5)
     return wrong if nothing > 0 else [*wrong, "a rank without gradients has another norm"]
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@on_ranks(2)
+def test_clip_of_shards() -> list[str]:
+    """FSDP has scalars whole on every rank: they count once."""
+    torch.manual_seed(0)
+    one = Scaled().double()
+    x = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+    group = dist.new_group()
+    model = FSDP(copy.deepcopy(one), group=group)
+    for each in (one, model):
+        each(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(one.parameters(), 1e9)
+    norm = clip_grad_norm_(model.parameters(), 1e9, [group])
+    return [] if abs(norm - expected) <= EXACT else [f"{norm} instead of {expected}"]
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from labkit.parallel.data_parallel.consistency import check_values
+from labkit.parallel.gradients import CutGradient, find_cut
 from labkit.parallel.prepare import FLOAT_TYPES, strides_like
 from labkit.parallel.sharding.gather import local_rows
 from labkit.torch_private import has_internal_overlap
@@ -54,6 +55,12 @@ class Sharded(DTensor):
         return memo.setdefault(id(self), as_gradient(self._local_tensor.clone(), self))
 
 
+class CutShard(CutGradient, Sharded):
+    """A shard of a gradient which tensor parallelism has cut, too: torch's norm is that of both."""
+
+    __slots__ = ()
+
+
 @torch.no_grad()
 def _as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
     placements = [Shard(0) if like.dim() else Replicate()]
@@ -75,7 +82,17 @@ def shard_parameter(parameter: Tensor, rows: Tensor, mesh: DeviceMesh) -> Any:
 
 def as_gradient(rows: Tensor, shard: Any) -> Any:
     """Return the rows as a gradient of the shard."""
-    return Sharded(rows, shard._spec, requires_grad=False)
+    return _with_class(Sharded(rows, shard._spec, requires_grad=False), shard)
+
+
+def _with_class(gradient: Any, shard: Any) -> Any:
+    """Return a gradient with the class that it has: `CutShard` if tensor parallelism has cut it."""
+    gradient.__class__ = Sharded
+    layout = find_cut(shard)
+    if layout is not None:
+        gradient.__class__ = CutShard
+        gradient.group = layout.group
+    return gradient
 
 
 def accumulate_gradient(shard: Any, rows: Tensor) -> None:
@@ -85,7 +102,7 @@ def accumulate_gradient(shard: Any, rows: Tensor) -> None:
         # Autograd runs hooks in its order, but takes five times as long.
         torch.autograd.backward(shard, gradient)
         if shard.grad is not None:  # a hook may step and drop the gradient
-            shard.grad.__class__ = Sharded
+            _with_class(shard.grad, shard)
     elif shard.grad is None:
         shard.grad = gradient
     else:
