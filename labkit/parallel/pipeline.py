@@ -31,6 +31,7 @@ from labkit.parallel.pipeline_layers import (
     find_tied,
     gather_state,
     gradients_set_aside,
+    mark_replicated,
     measure_layers,
     sum_tied,
 )
@@ -38,6 +39,7 @@ from labkit.parallel.pipeline_pass import (
     Loss,
     Pass,
     Plan,
+    agree_on_batch,
     check_batch,
     empty_like_header,
     make_header,
@@ -97,13 +99,13 @@ class Pipeline(nn.Module):
         if chunks is None:
             chunks = 2 if schedule == "interleaved" else 1
         self.chunks = chunks
-        n_stages = chunks * self.ranks
+        n_stages = self.chunks * self.ranks
         if costs is None:
             costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         whole = nn.ModuleList(layers)
 
         def describe() -> dict[str, object]:
-            self.schedule = make_schedule(schedule, self.ranks, micro_batches, chunks=chunks)
+            self.schedule = make_schedule(schedule, self.ranks, micro_batches, chunks=self.chunks)
             if len(layers) < n_stages or len(costs) != len(layers):
                 raise ValueError(
                     f"expected {n_stages} layers or more with a cost each, got {len(layers)}"
@@ -111,7 +113,7 @@ class Pipeline(nn.Module):
             return {
                 "schedule": schedule,
                 "micro_batches": micro_batches,
-                "chunks": chunks,
+                "chunks": self.chunks,
                 "costs": list(costs),
                 "recompute": recompute,
                 "transport": transport,
@@ -134,6 +136,7 @@ class Pipeline(nn.Module):
                 # `clip_grad_norm_` counts the gradient once.
                 layout = Layout(self.group, copies=len(names))
                 add_layout(self.get_parameter(names[self.rank]), layout)
+        mark_replicated(whole, self)
         self._shapes = {name: value.shape for name, value in whole.state_dict().items()}
         self._plan = plan_rank(self.schedule, self.rank)
         self._marks: list[tuple[Any, Any, Any]] = []
@@ -179,17 +182,12 @@ class Pipeline(nn.Module):
         An error of a layer or of the loss is raised on its rank, and ValueError with its text on
         the others; gradients are then as before.
         """
-
-        def describe() -> dict[str, str]:
-            check_batch(inputs, targets, self.micro_batches)
-            return {"inputs": describe_values(inputs), "targets": describe_values(targets)}
-
-        agree_per_pass("inputs and targets", describe, self.group)
+        typical_count = agree_on_batch(inputs, targets, self.micro_batches, self.group, data_group)
         batch = (inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches))
         # The gradients of this step are corrected by the number of targets, earlier ones are not.
         with gradients_set_aside([*self.parameters()]):
             with fork_seed(self.group):  # else all stages drop the same positions
-                run = self._run(self._plan, *batch, loss_function)
+                run = self._run(self._plan, *batch, loss_function, typical_count)
             loss = self._finish_step(run, data_group)
         self._marks = run.marks
         self.peak_held = run.peak_held
@@ -264,6 +262,7 @@ class Pipeline(nn.Module):
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor] = (),
         loss_function: Loss | None = None,
+        typical_count: float = 0.0,
     ) -> Pass:
         stages = {}
         for stage in range(self.rank, len(self.stages), self.ranks):
@@ -278,6 +277,7 @@ class Pipeline(nn.Module):
             inputs,
             targets,
             loss_function,
+            typical_count=typical_count,
             recompute=self.recompute,
         )
         run.run(plan)

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.parallel.agreement import agree_once, describe_parameter
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.exchange import exchange
+from labkit.parallel.gradients import Layout, add_layout, find_cut, get_layouts
 from labkit.parallel.messages import gather_json
 from labkit.parallel.transport import Transport
 
@@ -78,6 +80,31 @@ def find_tied(
                 by_rank = names.setdefault(parameter, {})
                 by_rank.setdefault(stage % ranks, f"{prefix}{number}.{name}")
     return [dict(sorted(by_rank.items())) for by_rank in names.values() if len(by_rank) > 1]
+
+
+def mark_replicated(whole: nn.Module, local: nn.Module) -> None:
+    """Make layers that are not cut the same on tensor-parallel ranks, if others are cut.
+
+    Their gradients are then equal on these ranks, and `clip_grad_norm_` counts each once. `local`:
+    this rank's layers of the whole list. A collective.
+    """
+    cuts = [find_cut(parameter) for parameter in whole.parameters()]
+    for group in dict.fromkeys(layout.group for layout in cuts if layout is not None):
+        # all layers, since a stage without the one that differs would go on
+        described = {
+            name: describe_parameter(parameter)
+            for name, parameter in whole.named_parameters()
+            if not _has_layout(parameter, group)
+        }
+        agree_once("pipeline", described.copy, group)
+        replicated = [each for each in local.parameters() if not _has_layout(each, group)]
+        broadcast(replicated, group)
+        for parameter in replicated:
+            add_layout(parameter, Layout(group, copies=group.size()))
+
+
+def _has_layout(parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
+    return any(layout.group is group for layout in get_layouts(parameter))
 
 
 def sum_tied(

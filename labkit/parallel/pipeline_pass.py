@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit.parallel.agreement import agree_per_pass
+from labkit.parallel.agreement import agree_per_pass, describe_values
 from labkit.parallel.exchange import exchange
 from labkit.parallel.pipeline_layers import on_copies_of_buffers
 from labkit.parallel.pipeline_schedule import Task
@@ -71,7 +71,8 @@ class Pass:
 
     `stages` has the layers of each stage, by its number; other ranks' stages are not in it.
     `inputs` and `targets` are those of each micro-batch, `recompute` as for `Pipeline`. Without
-    a loss function it only goes forward.
+    a loss function it only goes forward. `typical_count`: the same number on all ranks that have
+    parts of a batch, by which they divide sums of losses; 0 if there are none.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Pass:
         targets: Sequence[Tensor] = (),
         loss_function: Loss | None = None,
         *,
+        typical_count: float = 0.0,
         recompute: bool = False,
     ) -> None:
         self._stages = stages
@@ -95,6 +97,7 @@ class Pass:
         self._inputs = inputs
         self._targets = targets
         self._loss_function = loss_function
+        self._typical_count = typical_count
         self._recompute = recompute
         self._arrived: dict[Task, Tensor | Failed | None] = {}
         self._outgoing: dict[Task, Tensor | Failed | None] = {}
@@ -180,6 +183,10 @@ class Pass:
             # The batch's count is known only after the last micro-batch, and backward passes begin
             # before. Gradients are corrected then, by a factor that is 1 if all counts are equal.
             self.divisor = len(self._inputs) * (float(count) or 1.0)
+            if self._typical_count and isinstance(result, tuple):
+                # Gradients meet those of other ranks before that, in ring attention and in FSDP's
+                # reduce-scatters: so all divide by the same number.
+                self.divisor = self._typical_count
         self.loss_sum += total.detach().reshape(())
         self.count += count
         return total.reshape(()) / self.divisor
@@ -254,6 +261,34 @@ def check_batch(inputs: Tensor, targets: Tensor, micro_batches: int = 1) -> None
             f"expected inputs without a graph, got some of {type(inputs.grad_fn).__name__}:"
             " detach them, or make what computes them a layer"
         )
+
+
+def agree_on_batch(
+    inputs: Tensor,
+    targets: Tensor,
+    micro_batches: int,
+    group: dist.ProcessGroup,
+    data_group: dist.ProcessGroup | None,
+) -> float:
+    """Check a batch; return the mean number of targets per batch of `data_group`, else 0.
+
+    What one pipeline refuses is refused by those of the other batches, too.
+    """
+
+    def describe() -> dict[str, str]:
+        check_batch(inputs, targets, micro_batches)
+        return {"inputs": describe_values(inputs), "targets": describe_values(targets)}
+
+    if data_group is None:
+        agree_per_pass("inputs and targets", describe, group)
+        return 0.0
+    problem: Exception | None = None
+    try:
+        agree_per_pass("inputs and targets", describe, group)
+    except ValueError as error:
+        problem = error
+    counts = _agree_on_success("step", problem, data_group, [targets.numel()])
+    return sum(count for (count,) in counts) / len(counts)
 
 
 def sum_over(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from labkit.parallel.gradients import find_cut
 from labkit.parallel.tensor_collectives import Ranks, part_lengths
 from labkit.parallel.tensor_layers import (
     ColumnsLinear,
@@ -81,7 +82,8 @@ class Rules:
 def read_plan(model: nn.Module, plan: Mapping[str, str], p: int, sequence_parallel: bool) -> Rules:
     """Return the rules of a model on p ranks. ValueError, before any change, if they cannot be."""
     layers = dict(model.named_modules())
-    if any(isinstance(layer, ParallelLayer) for layer in layers.values()):
+    is_cut = any(find_cut(parameter) for parameter in model.parameters())  # tied to a cut one
+    if is_cut or any(isinstance(layer, ParallelLayer) for layer in layers.values()):
         raise ValueError("expected a model that is not cut")
     tensors = dict(named_tensors(model))
     by_name, rules = _match(plan, layers, tensors)

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit.parallel.launch import PointEnd, RankError, Row, launch
 from labkit.parallel.ranks.serialization import serialize
@@ -118,8 +119,23 @@ def _run_task(folder: Path, point: int) -> Iterator[dict[str, Any]]:
     groups = distributed_c10d._world.pg_map
     before = set(groups)
     yield {"wrong": list(check(**arguments) or [])}
-    for group in set(groups) - before:
+    for group in set(groups) - before - _kept_groups:
         dist.destroy_process_group(group)
+
+
+@cache
+def shared_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks whose groups live as long as the ranks. A collective.
+
+    torch's caches of DTensor operations have the groups of the first of several equal meshes.
+    """
+    before = set(distributed_c10d._world.pg_map)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    _kept_groups.update(set(distributed_c10d._world.pg_map) - before)
+    return mesh
+
+
+_kept_groups: set[dist.ProcessGroup] = set()
 
 
 def find_accepted(

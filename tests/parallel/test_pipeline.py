@@ -4,7 +4,7 @@ they say."""
 import copy
 import time
 from collections import deque
-from functools import cache
+from functools import cache, partial
 from itertools import chain, product
 from typing import Any
 
@@ -31,6 +31,7 @@ from labkit.parallel.pipeline_schedule import (
     plan_rank,
     simulate,
 )
+from labkit.parallel.sharding import FSDP
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,
@@ -528,7 +529,18 @@ def test_axes() -> list[str]:
     grads = {name.removeprefix("layers."): grad for name, grad in gradients(stages).items()}
     whole = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     error = furthest({"loss": loss, **grads}, {"loss": expected.detach(), **whole})
-    return wrong if error <= EXACT else [*wrong, f"masked: {error}"]
+    wrong += [] if error <= EXACT else [f"masked: {error}"]
+    # FSDP averages during the backward pass, before numbers of targets are known
+    stages = Pipeline(build(), micro_batches=2, group=mesh.get_group("pipeline"))
+    sharded = FSDP(stages, group=mesh.get_group("data"))
+    stages.step(*batch, summed_loss, data_group=mesh.get_group("data"))
+    grads = {name.removeprefix("module.layers."): grad for name, grad in gradients(sharded).items()}
+    error = furthest(grads, whole)
+    wrong += [] if error <= EXACT else [f"masked, FSDP: {error}"]
+    # one pipeline's batch is refused by both
+    short = batch[0], batch[1][: len(batch[1]) - part]
+    step = partial(stages.step, *short, summed_loss, data_group=mesh.get_group("data"))
+    return wrong + find_refusals_that_fail([("2 micro-batches divide", step)])
 
 
 @on_ranks(2)

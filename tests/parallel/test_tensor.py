@@ -6,7 +6,7 @@ import dataclasses
 import io
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel import tensor_collectives, tensor_layers
-from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.gradients import clip_grad_norm_
 from labkit.parallel.overlap import BackgroundAllReduce
 from labkit.parallel.pipeline import Pipeline
@@ -198,6 +198,8 @@ def test_models() -> list[str]:
 def test_calls() -> list[str]:
     rank = dist.get_rank()
     model = tensor_parallel(build(), sequence_parallel=True)
+    tied = nn.Sequential(nn.Linear(24, 14, bias=False))
+    tied[0].weight = model.module.embedding.weight
     attempts: Attempts = [
         ("same tokens", lambda: model(TOKENS.roll(rank))),
         ("same tokens", lambda: model(TOKENS[:, : 12 - rank])),
@@ -207,6 +209,7 @@ def test_calls() -> list[str]:
         ("targets from 0 to 13", lambda: model(TOKENS, TARGETS + 3)),
         ("int64 tokens", lambda: model(TOKENS.float())),
         ("that is not cut", lambda: tensor_parallel(model.module)),
+        ("that is not cut", lambda: tensor_parallel(tied, plan={"0": "vocabulary"})),
     ]
     return find_refusals_that_fail(attempts)
 
@@ -228,14 +231,15 @@ LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
 
 @on_ranks(4)
 def test_axes() -> list[str]:
-    """Two tensor-parallel groups of two ranks, each with half of the batch: BucketedDDP and FSDP
-    average gradients."""
+    """Two tensor-parallel groups of two ranks, each with half of the batch: wrappers average
+    gradients, whose norm is that of one process, by labkit's clipping and by torch's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     part = mesh.get_local_rank("data")
     targets = TOKENS.roll(3)
     wrong = []
-    for is_cut, wrap, (lost, replaced) in product((False, True), (BucketedDDP, FSDP), LOST.items()):
-        if replaced and is_cut == (wrap is FSDP):
+    wrappers = (BucketedDDP, FSDP, NaiveDDP)
+    for is_cut, wrap, (lost, replaced) in product((False, True), wrappers, LOST.items()):
+        if replaced and (wrap is NaiveDDP or is_cut == (wrap is FSDP)):
             continue
         whole = build(seed=dist.get_rank())
         cut = tensor_parallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
@@ -250,7 +254,10 @@ def test_axes() -> list[str]:
             groups.append(mesh.get_group("data"))
         norm = clip_grad_norm_(model.parameters(), 1e9, groups)
         expected_norm = nn.utils.get_total_norm(list(gradient_reference(targets).values()))
-        error = max(error, float(abs(norm - expected_norm)))
+        torch_norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        if wrap is FSDP:
+            torch_norm = torch_norm.full_tensor()
+        error = max(error, float(abs(norm - expected_norm)), float(abs(torch_norm - expected_norm)))
         if wrap is FSDP:
             state = cut.gather_state_dict(model.consolidated_state_dict(to=None))
             wrong += [] if furthest(state, build().state_dict()) <= EXACT else ["parameters"]
@@ -459,21 +466,27 @@ def test_a_rank_that_gathers_alone_says_so() -> list[str]:
 
 @on_ranks(4)
 def test_stages_of_a_pipeline() -> list[str]:
-    """Layers that are cut over two ranks are stages of a pipeline: loss and norm of one process."""
+    """Layers that are cut over two ranks, and one that is not, are stages of a pipeline: loss and
+    norm of one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
     groups = [mesh.get_group("pipeline"), mesh.get_group("tensor")]
     outside = ("embedding", "head", "norm")
     plan = {name.replace("*.", "*"): r for name, r in own_model.PLAN.items() if name not in outside}
     inputs, targets = torch.linspace(-1, 1, 2 * 4 * 6 * own_model.D).double().view(2, 4, 6, -1)
 
-    one = own_model.build().blocks
+    one = nn.Sequential(*own_model.build().blocks, nn.LayerNorm(own_model.D).double())
     expected = nn.functional.mse_loss(one(inputs), targets)
     expected.backward()
     expected_norm = nn.utils.clip_grad_norm_(one.parameters(), 1e9)
 
     layers = [tensor_parallel(each, groups[1], plan=plan) for each in own_model.build().blocks]
-    pipeline = Pipeline(layers, micro_batches=2, group=groups[0])
+    whole_layer = nn.LayerNorm(own_model.D).double()
+    nn.init.constant_(whole_layer.weight, 1.0 + (mesh.get_local_rank("tensor") == 1))
+    pipeline = Pipeline([*layers, whole_layer], micro_batches=2, group=groups[0])
     loss = pipeline.step(inputs, targets, nn.functional.mse_loss)
     norm = clip_grad_norm_(pipeline.parameters(), 1e9, groups)
     error = max(float(abs(loss - expected)), float(abs(norm - expected_norm)))
-    return [] if error <= EXACT else [f"off by {error}"]
+    wrong = [] if error <= EXACT else [f"off by {error}"]
+    frozen = nn.LayerNorm(own_model.D).double().requires_grad_(mesh.get_local_rank("tensor") == 0)
+    again = partial(Pipeline, [*layers, frozen], micro_batches=2, group=groups[0])
+    return wrong + find_refusals_that_fail([("same pipeline", again)])
