@@ -23,7 +23,8 @@ Which of the two functions:
                      one all-gather of a few integers; text travels only if there is an error.
 
 Both are collectives of the group, between CPUs: they never wait for a GPU, and work in groups of
-NCCL, too. `messages.gather_json` is for values that may differ.
+NCCL, too. Only `describe_values` waits for one, once per shape. `messages.gather_json` is for
+values that may differ.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import hashlib
 import json
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -49,6 +51,10 @@ PATIENCE_S = 1.5
 """Seconds after which a rank that waits for others says so."""
 
 _CPU = torch.device("cpu")
+# By group: shapes and dtypes of tensors on a GPU that were described, and if ranks have agreed.
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = (
+    weakref.WeakKeyDictionary()
+)
 _BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -93,6 +99,8 @@ def agree_per_pass(
     if any(row[:2] != [False, by_rank[0][1]] for row in by_rank):
         # All ranks see the same rows, so all are here: now time does not matter, but the text does.
         _compare(subject, description, problem, group)
+    compared = _compared.get(member_group(group), {})
+    compared.update(dict.fromkeys(compared, True))
     return [row[2:] for row in by_rank]
 
 
@@ -124,11 +132,18 @@ def describe_parameter(tensor: Tensor) -> str:
 
 
 @disable_compile
-def describe_values(tensor: Tensor) -> str:
-    """Describe shape, dtype and values, by a checksum. On a GPU it waits for the tensor.
+def describe_values(tensor: Tensor, group: Group = None) -> str:
+    """Describe shape, dtype and values, by a checksum, for an agreement of the group.
 
-    The checksum depends on the order of integers, or of rows of floats.
+    To read values waits for a GPU, so there they are described until ranks have agreed on a tensor
+    of this shape and dtype, which finds ranks that read different data. The checksum depends on the
+    order of integers, or of rows of floats.
     """
+    kind = f"{tuple(tensor.shape)} {tensor.dtype}"
+    if tensor.is_cuda:
+        compared = _compared.setdefault(member_group(group), {})
+        if compared.setdefault(kind, False):
+            return kind
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if values.is_floating_point():
         values = values.view(_BIT_PATTERNS[values.itemsize])
@@ -136,7 +151,7 @@ def describe_values(tensor: Tensor) -> str:
         values = values.flatten(1).sum(1) if values.dim() > 1 else values
     flat = values.flatten().to(torch.int64)
     checksum = int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())
-    return f"{tuple(tensor.shape)} {tensor.dtype} {checksum}"
+    return f"{kind} {checksum}"
 
 
 def _call(describe: Describe) -> tuple[dict[str, str], Exception | None]:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -139,6 +140,8 @@ class _Rotate:
     positions: RotaryPositions
     group: dist.ProcessGroup
     layout: str
+    _local: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False)
+    """The positions of the last call, by length of the sequence and device."""
 
     def __call__(self, x: Tensor) -> Tensor:
         length = x.shape[-2] * self.group.size()
@@ -147,8 +150,13 @@ class _Rotate:
             raise ValueError(
                 f"expected at most {longest} positions on all ranks together, got {length}"
             )
-        local = local_positions(length, group=self.group, layout=self.layout)
-        return self.positions(x, local.to(x.device))
+        key = (length, x.device)
+        if key not in self._local:
+            # Kept, since a copy to a GPU waits for all that its stream has to do.
+            self._local.clear()
+            positions = local_positions(length, group=self.group, layout=self.layout)
+            self._local[key] = positions.to(x.device)
+        return self.positions(x, self._local[key])
 
     def __deepcopy__(self, memo: Any) -> _Rotate:
         return _Rotate(copy.deepcopy(self.positions, memo), self.group, self.layout)

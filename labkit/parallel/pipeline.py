@@ -202,7 +202,7 @@ class Pipeline(nn.Module):
 
         def describe() -> dict[str, str]:
             check_batch(inputs, inputs)
-            return {"inputs": describe_values(inputs)}
+            return {"inputs": describe_values(inputs, self.group)}
 
         agree_per_pass("inputs", describe, self.group)
         parts = inputs.tensor_split(min(len(inputs), self.micro_batches))

@@ -23,10 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.agreement import agree_per_pass, describe_values
 from labkit.parallel.exchange import exchange
+from labkit.parallel.messages import cpu_group
 from labkit.parallel.pipeline_layers import on_copies_of_buffers
 from labkit.parallel.pipeline_schedule import Task
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.transport import Transport
+from labkit.parallel.transport import AUTO, Transport
 
 Loss = Callable[[Any, Tensor], Any]
 """(outputs, targets) to a mean, one number, or to (sum, count)."""
@@ -218,19 +219,26 @@ class Pass:
         self._arrived[there] = content
 
     def _send(self, content: Tensor | Failed | None, target: int) -> None:
-        header = torch.tensor(make_header(content), device=self._device)
-        exchange(header, target, None, group=self._group, transport=self._transport)
+        header = torch.tensor(make_header(content))
+        self._exchange_header(header, target, None, None)
         if isinstance(content, Tensor):
             exchange(content, target, None, group=self._group, transport=self._transport)
 
     def _receive(self, source: int) -> Tensor | Failed | None:
-        header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
-        exchange(None, None, header, source, self._group, transport=self._transport)
+        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+        self._exchange_header(None, None, header, source)
         content = empty_like_header(header.tolist(), self._device)
         if isinstance(content, Tensor):
             landing = content.detach()
             exchange(None, None, landing, source, self._group, transport=self._transport)
         return content
+
+    def _exchange_header(
+        self, sent: Tensor | None, target: int | None, landing: Tensor | None, source: int | None
+    ) -> None:
+        # Between CPUs: to read it from a GPU would wait for all that its stream has to do.
+        transport = self._transport if self._device.type == "cpu" else AUTO
+        exchange(sent, target, landing, source, cpu_group(self._group), transport=transport)
 
 
 def _check_output(stage: int, y: Any) -> None:
@@ -277,7 +285,10 @@ def agree_on_batch(
 
     def describe() -> dict[str, str]:
         check_batch(inputs, targets, micro_batches)
-        return {"inputs": describe_values(inputs), "targets": describe_values(targets)}
+        return {
+            "inputs": describe_values(inputs, group),
+            "targets": describe_values(targets, group),
+        }
 
     if data_group is None:
         agree_per_pass("inputs and targets", describe, group)

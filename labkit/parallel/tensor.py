@@ -163,7 +163,8 @@ class TensorParallel(nn.Module):
         """
         # Ranks with other shapes would hang, and with other tokens compute nonsense.
         batch = {"tokens": inputs, "targets": targets, **options}
-        agree_per_pass("tokens and targets", lambda: _describe_batch(batch), self._ranks.group)
+        group = self._ranks.group
+        agree_per_pass("tokens and targets", lambda: _describe_batch(batch, group), group)
         if targets is None:
             return self.module(inputs, **options)
         if not self._heads:
@@ -217,14 +218,14 @@ class TensorParallel(nn.Module):
         )
 
 
-def _describe_batch(batch: Mapping[str, Any]) -> dict[str, object]:
+def _describe_batch(batch: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str, object]:
     """Describe what all ranks must have alike: integers by value, activations by shape."""
     description: dict[str, object] = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):
             description[name] = f"{tuple(value.shape)} {value.dtype}"
             if not value.is_floating_point():
-                description[name] = describe_values(value)
+                description[name] = describe_values(value, group)
     return description
 
 

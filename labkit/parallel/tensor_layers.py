@@ -16,6 +16,7 @@ from torch.nn.functional import embedding, linear
 
 from labkit.parallel.gradients import Layout, find_layout
 from labkit.parallel.tensor_collectives import Ranks, cut, enter_or_leave, part_lengths
+from labkit.torch_private import assert_async
 
 IGNORED = -100  # the target of a position without a loss, as in `torch.nn.functional.cross_entropy`
 
@@ -140,11 +141,18 @@ def first_row(ranks: Ranks, rows: int) -> int:
 
 
 def check_indices(name: str, indices: Tensor, rows: int) -> None:
-    """Raise ValueError, the same on all ranks, for an index that no rank has."""
-    if indices.numel():
-        low, high = indices.aminmax()
-        if low < 0 or high >= rows:
-            raise ValueError(f"expected {name} from 0 to {rows - 1}, got {low} to {high}")
+    """Raise ValueError, the same on all ranks, for an index that no rank has.
+
+    On a GPU the kernel raises later, as torch's embedding does, so that nothing waits for it here.
+    """
+    if not indices.numel():
+        return
+    if indices.is_cuda:
+        assert_async(((indices >= 0) & (indices < rows)).all())
+        return
+    low, high = indices.aminmax()
+    if low < 0 or high >= rows:
+        raise ValueError(f"expected {name} from 0 to {rows - 1}, got {low} to {high}")
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -163,7 +171,9 @@ class VocabularyLoss(torch.autograd.Function):
         both = ranks.gather(torch.stack([wide.logsumexp(1), own])).view(-1, 2, len(local))
         logsumexp = both[:, 0].logsumexp(0)
         ctx.save_for_backward(logits, logsumexp, local, is_here, counts)
-        return (logsumexp - both[:, 1].sum(0))[counts].mean()
+        losses = (logsumexp - both[:, 1].sum(0)).masked_fill(~counts, 0)
+        # A selection by mask would wait for a GPU to know its length.
+        return losses.sum() / counts.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -7,6 +7,7 @@ Inductor makes; nor what happens inside a backward pass.
 """
 
 import time
+import traceback
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -74,6 +75,17 @@ def _is_gpu(device):
     return torch.device("cuda" if isinstance(device, int) else device).type == "cuda"
 
 
+# By these the CPU waits for a GPU to have computed a value.
+READING = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
+READ: list[str] = []
+
+
+def _note_reading(name, args):
+    is_selection = name == "__getitem__" and getattr(args[1], "dtype", None) is torch.bool
+    if (name in READING or is_selection) and is_on_gpu(args[0]):
+        READ.append(f"{name} in {traceback.extract_stack(limit=4)[0].name}")
+
+
 class PretendedDevice(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -81,6 +93,7 @@ class PretendedDevice(TorchFunctionMode):
         name = getattr(function, "__name__", str(function))
         if name == "pin_memory":
             return args[0]
+        _note_reading(name, args)
         if name == "__get__":
             return self._attribute(function, getattr(function.__self__, "__name__", ""), args)
         if name in ("to", "cpu", "cuda"):
