@@ -24,6 +24,11 @@ def status_columns(wrong: str | None) -> dict[str, str]:
     return dict(OK) if wrong is None else {"status": "wrong", "reason": wrong}
 
 
+def refusal_columns(reason: str) -> dict[str, str]:
+    """Return the columns of a row of something that cannot be measured here."""
+    return {"status": "refused", "reason": reason}
+
+
 def describe_error(error: float, limit: float) -> str | None:
     """Say that an error is above its limit, or is NaN; None if it is not."""
     return None if error <= limit else f"error {error:.1e}, at most {limit:.1e} expected"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
-from labkit.bench.check import max_over_ranks
+from labkit.bench.check import max_over_ranks, refusal_columns
 from labkit.bench.trace import profiled
 
 WINDOW = "labkit.window."
@@ -116,12 +116,9 @@ def measure_second_peak(
         peak = record.peaks["run"]
         if max_over_ranks(record.left_bytes / max(1, peak)) < MAX_EXCESS:
             return {"status": "ok", "peak_bytes": peak}
-    return {
-        "status": "refused",
-        "reason": (
-            f"other threads freed tensors during each of {MAX_RECORDS} records of the allocator"
-        ),
-    }
+    return refusal_columns(
+        f"other threads freed tensors during each of {MAX_RECORDS} records of the allocator"
+    )
 
 
 @dataclass

@@ -78,8 +78,7 @@ POLICY_KEYS = (*CONFIGURATION, "algorithm")
 
 
 def _common_repeats(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of repeats that both policies have: each is measured by other ranks, whose rounds may
-    end earlier."""
+    """Return rows of repeats that both policies have: the rounds of one may end earlier."""
     by_repeat = rows.groupby([*POLICY_KEYS, "session", "repeat"], dropna=False)["scheduling"]
     return rows[by_repeat.transform("nunique") == 2]
 
@@ -99,49 +98,35 @@ NAMES = {
 
 
 def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-    """Plan every size over gloo; with several GPUs over NCCL, and then torch's over gloo. Repeat
-    short ones later."""
+    """Plan every size over gloo, or over NCCL and torch's over gloo; repeat short ones later."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
-        once = [
-            *_points(config, "nccl"),
-            *_points(config.model_copy(update={"algorithms": []}), "gloo"),
-        ]
+        only_torch = config.model_copy(update={"algorithms": []})
+        once = [*_points(config, "nccl"), *_points(only_torch, "gloo")]
     short = [point for point in once if point.n_bytes <= SESSIONS_UP_TO_BYTES]
     return [*once, *repeat_in_sessions(short, config.sessions)]
 
 
 def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
-    over_transports = (
-        TORCH,
-        *(f"{LABKIT}{OVER}{transport}" for transport in config.transports),
-        FLOOR,
-    )
+    over_transports = [f"{LABKIT}{OVER}{transport}" for transport in config.transports]
     algorithms = tuple(dict.fromkeys((TORCH, *config.algorithms)))
     sizes = [n for n in config.sizes_bytes if backend == "nccl" or n <= config.gloo_up_to_bytes]
     worlds = [world_size for world_size in config.world_sizes if world_size > 1]
     point = partial(AllReducePoint.of, config, backend=backend)
     for world_size, n_bytes in product(worlds, sizes):
         yield point(sweep="sizes", world_size=world_size, n_bytes=n_bytes, algorithms=algorithms)
-        if backend == "gloo" and config.transports:
+        if backend == "gloo" and over_transports:
+            names = (TORCH, *over_transports, FLOOR)
             yield point(
-                sweep="transports",
-                world_size=world_size,
-                n_bytes=n_bytes,
-                algorithms=over_transports,
+                sweep="transports", world_size=world_size, n_bytes=n_bytes, algorithms=names
             )
-    policies = product(
-        worlds, ("batch", "default"), config.scheduling_bytes if backend == "gloo" else ()
-    )
+    if backend == "nccl":  # whose kernels no CPU scheduler moves
+        return
+    policies = product(worlds, ("batch", "default"), config.scheduling_bytes)
     for world_size, policy, n_bytes in policies:
+        size = {"world_size": world_size, "n_bytes": n_bytes}
         both = (TORCH, LABKIT)
-        yield point(
-            sweep="scheduling",
-            world_size=world_size,
-            n_bytes=n_bytes,
-            scheduling=policy,
-            algorithms=both,
-        )
+        yield point(sweep="scheduling", scheduling=policy, algorithms=both, **size)
 
 
 def times(results: Results) -> pd.DataFrame:
@@ -165,8 +150,7 @@ def torch_times(results: Results) -> pd.DataFrame:
 
 
 def bandwidth(results: Results) -> pd.DataFrame:
-    """Bus bandwidth of torch's all-reduce by size and ranks, over NCCL if there is NCCL, with the
-    peak of the links."""
+    """Return the bus bandwidth of torch's all-reduce, over NCCL if there is NCCL, and the peak."""
     table = torch_times(results)[[*CONFIGURATION, "seconds", "busbw_gb_per_s"]]
     table = table[table["backend"] == table["backend"].max()]  # "nccl" > "gloo"
     table = table.assign(kind=[f"{ranks} ranks" for ranks in table["world_size"]])
@@ -179,8 +163,7 @@ def bandwidth(results: Results) -> pd.DataFrame:
 
 
 def predictions(results: Results) -> pd.DataFrame:
-    """Measured times of each algorithm, and those predicted from its messages and bytes by the
-    calibration."""
+    """Return measured times, and those that the calibration predicts from messages and bytes."""
     table = TIME.medians(results.frame)
     table = table[table["algorithm"].isin(ALGORITHMS)]
     return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])

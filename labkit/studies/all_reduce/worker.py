@@ -20,8 +20,8 @@ from labkit.bench.checksums import first_wrong
 from labkit.lab.point import SessionPoint
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
-from labkit.studies.shared.alternatives import check_and_time
+from labkit.parallel.transport import POINT_TO_POINT, SHARED
+from labkit.studies.shared.alternatives import check_and_time, shared_memory_refusal
 
 TORCH = "torch"
 LABKIT = "auto"
@@ -101,6 +101,7 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         .to(dtype)
         .to(device)
     )
+    # Multiples by powers of two are exact in every dtype, and so is each rank's expected mean.
     own = base * _multiple(dist.get_rank())
     tensor = torch.empty_like(own)
     for name in point.algorithms:
@@ -108,26 +109,25 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         rows[name] = {"algorithm": algorithm}
         if point.sweep == "transports":
             rows[name]["transport"] = transport or algorithm
-        if transport == SHARED and (in_use := transport_in_use())[0] != SHARED:
-            rows[name] |= {"status": "refused", "reason": in_use[1]}
+        if transport == SHARED:
+            rows[name] |= shared_memory_refusal()
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         algorithm, _, transport = name.partition(OVER)
         if algorithm == FLOOR:
             return {}, partial(_add_and_copy, tensor, own, base)
-        options = {} if algorithm == TORCH else {"transport": transport or POINT_TO_POINT}
-        collectives: dict[str, Collective] = {
-            TORCH: _torch_all_reduce,
-            LABKIT: all_reduce,
-            **ALGORITHMS,
-        }
-        reduce = partial(collectives[algorithm], **options)
+        reduce: Collective = _torch_all_reduce
+        if algorithm != TORCH:
+            labkits: dict[str, Collective] = {LABKIT: all_reduce, **ALGORITHMS}
+            reduce = partial(labkits[algorithm], transport=transport or POINT_TO_POINT)
         dist.barrier()
         return _check(reduce, tensor.copy_(own), base), partial(reduce, tensor, op="sum")
 
     # The host's launch is most of the time of a short one over NCCL: a sample is the mean of
     # several.
-    n_calls = CALLS_ON_GPU if point.device == "cuda" and point.n_bytes <= SHORT_BYTES else 1
+    n_calls = 1
+    if point.device == "cuda" and point.n_bytes <= SHORT_BYTES:
+        n_calls = CALLS_ON_GPU
     clock: dict[str, Any] = {
         "prepare": lambda _: tensor.copy_(own),
         "before": dist.barrier,
@@ -182,9 +182,11 @@ def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
     deviation = 0.0
     for actual, expected in zip(result.split(CHUNK), base.split(CHUNK), strict=True):
         difference = float((actual.double() - expected.double() * factor).abs_().max())
-        deviation = max(deviation, math.inf if math.isnan(difference) else difference)
+        if math.isnan(difference):
+            return math.inf
+        deviation = max(deviation, difference)
     largest = factor * float(base.abs().max())
-    return deviation / largest if largest else deviation
+    return deviation / (largest or 1.0)
 
 
 def _multiple(rank: int) -> float:

@@ -83,8 +83,7 @@ NAMES = {
 
 
 def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
-    """Plan each dtype from short to long; then lengths up to 2048 again in further sessions, by
-    other processes."""
+    """Plan each dtype from short to long; then short lengths again in further sessions."""
     names = dict.fromkeys([EXPLICIT, *config.implementations])
     point = partial(AttentionPoint.of, config, device=machine.device(config.device))
     once: list[AttentionPoint] = []
@@ -100,10 +99,10 @@ def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint
 
 
 def growth(results: Results) -> pd.DataFrame:
-    """Time of both passes, its growth since half the length, and useful FLOP/s; naive attention in
-    float32 last.
+    """Return the time of both passes, its growth since half the length, and useful FLOP/s.
 
-    Empty if naive attention was not measured at a length and at half of it.
+    Naive attention in float32 comes last: the answer is about its longest. Empty if it was not
+    measured at a length and at half of it.
     """
     table = TIME.medians(results.frame)
     if table.empty:
@@ -118,8 +117,9 @@ def growth(results: Results) -> pd.DataFrame:
     flops = [(1 + BACKWARD_OVER_FORWARD) * forward_flops(*size, causal=causal) for size in sizes]
     table = table.assign(times_per_doubling=ratio, flops_per_s=flops / table["seconds"])
     is_naive = (table["implementation"] == EXPLICIT) & (table["dtype"] == "float32") & ratio.notna()
-    naive = table[is_naive].sort_values("sequence")
-    return pd.concat([table[~is_naive], naive]) if len(naive) else table.iloc[:0]
+    if not is_naive.any():
+        return table.iloc[:0]
+    return pd.concat([table[~is_naive], table[is_naive].sort_values("sequence")])
 
 
 def held(results: Results) -> pd.DataFrame:
@@ -137,20 +137,17 @@ def held(results: Results) -> pd.DataFrame:
 
 
 def _predict_held(row: dict[str, Any]) -> int:
-    size = row["batch"], row["sequence"], row["head_dim"], 4 if row["dtype"] == "float32" else 2
-    formula = (
-        tiled_saved
-        if row["implementation"] == TILED
-        else partial(explicit_saved, causal=row["causal"])
-    )
-    return sum(formula(*size).values())
+    element_bytes = 4 if row["dtype"] == "float32" else 2
+    size = row["batch"], row["sequence"], row["head_dim"], element_bytes
+    if row["implementation"] == TILED:
+        return sum(tiled_saved(*size).values())
+    return sum(explicit_saved(*size, causal=row["causal"]).values())
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Return predicted peak of naive attention in float32 by length, with a margin, up to the first
-    that does not fit.
+    """Return the predicted peak of naive attention by length, up to the first that does not fit.
 
-    For the run's batch and its largest head dimension.
+    In float32 and with a margin, for the run's batch and its largest head dimension.
     """
     frame = results.frame
     rows = list[dict[str, Any]]()

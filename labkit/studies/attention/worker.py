@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.check import status_columns
+from labkit.bench.check import refusal_columns, status_columns
 from labkit.bench.clock import time_once
 from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
@@ -89,12 +89,9 @@ class AttentionPoint(SessionPoint):
 
     def needed_by(self, implementation: str) -> float:
         """Return the predicted memory of both passes, with inputs and a margin."""
-        # SDPA's unfused backend computes in float32, whatever the inputs are.
-        element = (
-            max(4, self.torch_dtype.itemsize)
-            if implementation == "sdpa_math"
-            else self.torch_dtype.itemsize
-        )
+        element = self.torch_dtype.itemsize
+        if implementation == "sdpa_math":  # which computes in float32, whatever the inputs are
+            element = max(4, element)
         size = self.batch, self.sequence, self.head_dim, element
         # a user's may build the matrix
         if implementation in WHOLE_MATRIX or implementation not in RESERVED:
@@ -113,10 +110,12 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
     right: dict[str, Passes] = {}
     for name in point.implementations:
         row: dict[str, Any] = {"implementation": name, "phase": "both"}
-        if (reason := _refusal(point, name)) is not None:
-            yield row | {"status": "refused", "reason": reason}
+        reason = _refusal_reason(point, name)
+        if reason is not None:
+            yield row | refusal_columns(reason)
             continue
         if problem is None:
+            # Only now: its exact results take memory that no refused implementation needs.
             problem = AttentionProblem(
                 shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed
             )
@@ -134,10 +133,11 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
     yield from _time(point, right)
 
 
-def _refusal(point: AttentionPoint, name: str) -> str | None:
+def _refusal_reason(point: AttentionPoint, name: str) -> str | None:
     """Return why an implementation is not run at this point, or None."""
     device = torch.device(point.device)
-    if (reason := unavailable_reason(name, device, point.torch_dtype, point.head_dim)) is not None:
+    reason = unavailable_reason(name, device, point.torch_dtype, point.head_dim)
+    if reason is not None:
         return reason
     needed = point.needed_by(name)
     available = available_memory_bytes()
@@ -194,8 +194,5 @@ def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str,
         if row.get("phase") == FORWARD:
             forward[row["implementation"]] = row["seconds"]
         elif row.get("phase") == BACKWARD:
-            both = [
-                sum(pair)
-                for pair in zip(forward[row["implementation"]], row["seconds"], strict=True)
-            ]
-            yield row | {"phase": BOTH, "seconds": both, "is_sum": True}
+            pairs = zip(forward[row["implementation"]], row["seconds"], strict=True)
+            yield row | {"phase": BOTH, "seconds": list(map(sum, pairs)), "is_sum": True}

@@ -16,8 +16,8 @@ from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.context_parallel import worker
 from labkit.studies.context_parallel.worker import ContextParallelPoint
-from labkit.studies.shared.cores import ALL_CORES
-from labkit.studies.shared.tables import join, predict_messages_s
+from labkit.studies.shared.alternatives import ALL_CORES
+from labkit.studies.shared.tables import join, most_sent, predict_messages_s
 from labkit.studies.shared.verification import verify_attention
 
 
@@ -63,8 +63,11 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
 
 
 def efficiency(results: Results) -> pd.DataFrame:
-    """Time on one rank over p times that on p ranks: measured, by the layout, and by layout and
-    cost of messages."""
+    """Return the time on one rank over p times that on p ranks: measured and predicted.
+
+    `formula_efficiency` follows from the layout, `predicted_efficiency` also from the cost of
+    messages.
+    """
     table = TIME.medians(results.frame)
     is_whole = table["way"] == worker.WHOLE
     layouts = table["way"].map({way: layout for way, (_, layout) in worker.METHODS.items()})
@@ -89,11 +92,8 @@ def efficiency(results: Results) -> pd.DataFrame:
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return collectives and bytes in both passes of the rank that sends most, with the formula."""
-    keys = [*CONFIGURATION, "way"]
-    values = ["sent_bytes", "formula_sent_bytes", "calls"]
-    rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
-    return rows.groupby(keys, sort=False)[values].max().reset_index()
+    """Return calls and bytes in both passes of the rank that sends most, with the formula."""
+    return most_sent(results.frame, [*CONFIGURATION, "way"])
 
 
 LAB = Lab(

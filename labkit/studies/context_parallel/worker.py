@@ -18,8 +18,13 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
 from labkit.parallel.ranks.worker import use_device
-from labkit.studies.shared.alternatives import check_and_time, count_traffic, row_of
-from labkit.studies.shared.cores import ALL_CORES, cores_of_all_ranks
+from labkit.studies.shared.alternatives import (
+    ALL_CORES,
+    check_and_time,
+    cores_of_all_ranks,
+    count_traffic,
+    row_of,
+)
 
 WHOLE = "one rank"
 RING = "ring, zigzag"
@@ -62,6 +67,11 @@ class ContextParallelPoint(DevicePoint):
         return N_COPIES * self.q_bytes
 
 
+def _attend_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # Tiled, as each rank's block of a ring is.
+    return IMPLEMENTATIONS["tiled"](q, k, v, True)
+
+
 class Passes:
     """Forward and backward of one way on this rank's positions.
 
@@ -79,11 +89,12 @@ class Passes:
         *inputs, self.gradient = (x.clone() for x in tensors)
         self.inputs = [x.requires_grad_() for x in inputs]
         self.is_ring = method == "ring"
-        tiled = IMPLEMENTATIONS["tiled"]
-        by_ranks = partial(ring_attention if self.is_ring else gather_attention, layout=layout)
-        self.attend: Callable[..., Tensor] = (
-            by_ranks if layout else lambda q, k, v: tiled(q, k, v, True)
-        )
+        attentions: dict[str, Callable[..., Tensor]] = {
+            "whole": _attend_whole,
+            "ring": partial(ring_attention, layout=layout),
+            "gathered": partial(gather_attention, layout=layout),
+        }
+        self.attend = attentions[method]
 
     def run(self) -> list[Tensor]:
         """Return output and gradients of q, k and v."""
@@ -116,7 +127,9 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
         passes = Passes(problem, way)
         error, wrong = check(problem, passes.joined())
         columns = {"error": error, **status_columns(wrong)}
-        return columns | (_count_traffic(point, passes) if passes.layout else {}), passes.run
+        if passes.layout:
+            columns |= _count_traffic(point, passes)
+        return columns, passes.run
 
     rows = {way: {"way": way} for way in point.ways}
     for row in check_and_time(rows, examine, device=device, before=dist.barrier, **point.rounds):
@@ -125,10 +138,9 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
         yield row
     for way in right:
         dist.barrier()
-        measure_peak = partial(
-            measure_second_peak, partial(Passes, problem, way), Passes.run, device=device
-        )
-        yield {"way": way} | row_of(way, measure_peak, device=device)
+        make = partial(Passes, problem, way)
+        peak = partial(measure_second_peak, make, Passes.run, device=device)
+        yield {"way": way} | row_of(way, peak, device=device)
 
 
 def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any]:

@@ -33,9 +33,8 @@ from labkit.studies.data_parallel.worker import (
     measure,
 )
 from labkit.studies.shared import tasks
-from labkit.studies.shared.tables import add_up
+from labkit.studies.shared.tables import WRAPPER_NAMES, add_up
 from labkit.studies.shared.verification import verify_wrapper
-from labkit.studies.shared.wrapper_names import WRAPPER_NAMES
 
 BUCKETED = (TORCH, "bucketed")
 """Wrappers whose bucket sizes, and accumulation, are compared."""
@@ -110,9 +109,11 @@ NAMES = {
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
     """Plan all wrappers; accumulation on the first workload, the rest on the last."""
     device = machine.device(config.device)
-    without = () if device == "cpu" else OVER_SHARED_MEMORY
-    names = [name for name in config.implementations if name not in without]
-    most = len(machine.gpus) if device == "cuda" else machine.cores
+    names = config.implementations
+    most = machine.cores
+    if device == "cuda":
+        names = [name for name in names if name not in OVER_SHARED_MEMORY]
+        most = len(machine.gpus)
     further = set(config.throughput_world_sizes) - set(config.world_sizes)
     more = [world_size for world_size in sorted(further) if ranks_here(world_size) <= most]
     largest = [(max(config.batches), max(config.context_lengths))]
@@ -179,8 +180,7 @@ def communication(results: Results) -> pd.DataFrame:
 
 
 def throughput(results: Results) -> pd.DataFrame:
-    """Samples per second of all ranks, and their percentage of what as many ranks would process
-    without averaging."""
+    """Return samples per second of all ranks, in percent of as many ranks without averaging."""
     rows = PHASES.samples(results.frame)
     rows = rows[rows["phase"].isin(STEP_PHASES)]
     rows = rows[rows["implementation"].isin([LOCAL, *BUCKETED])]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.check import OK, status_columns
+from labkit.bench.check import OK, refusal_columns, status_columns
 from labkit.bench.clock import Stopwatch
 from labkit.bench.memory import measure_second_peak
 from labkit.bench.trace import TraceEvent, profile_call
@@ -34,8 +34,7 @@ from labkit.nn.training import (
 from labkit.nn.vision import ResNet50
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.studies.shared.alternatives import check_and_time, row_of
+from labkit.studies.shared.alternatives import check_and_time, row_of, shared_memory_refusal
 from labkit.studies.shared.checks import check_completeness, check_gradients, local_means
 
 DEFAULT_BUCKETS = "default"
@@ -69,20 +68,18 @@ class DataParallelPoint(ModelPoint):
 
     @property
     def parameters(self) -> int:
-        return (
-            training.RESNET50_PARAMETERS
-            if self.workload == RESNET50
-            else n_parameters(SIZES[self.workload])
-        )
+        if self.workload == RESNET50:
+            return training.RESNET50_PARAMETERS
+        return n_parameters(SIZES[self.workload])
 
     @property
     def needed_bytes(self) -> float:
-        models = (
-            1
-            if self.sweep in ONE_BY_ONE
-            else len(self.alternatives) * (1 + (self.sweep == "accumulation"))
-        )
-        return N_COPIES * (models + 1) * 4 * self.parameters
+        models = len(self.alternatives)
+        if self.sweep in ONE_BY_ONE:
+            models = 1
+        elif self.sweep == "accumulation":  # each averages after every micro-batch, or the last
+            models *= 2
+        return N_COPIES * (models + 1) * 4 * self.parameters  # and the bare model
 
 
 def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
@@ -90,11 +87,15 @@ def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     device = use_device(point.device)
     model = ResNet50 if point.workload == RESNET50 else SIZES[point.workload]
     sizes = {name: getattr(point, name) for name in ("batch", "context_length", "image_size")}
-    workload = build_workload(
-        model, **sizes, device=device, seed=point.batch_seed(dist.get_rank())
-    ).copied()
-    sweeps = {"accumulation": _time_accumulation} | dict.fromkeys(ONE_BY_ONE, _look_at_each)
-    yield from sweeps.get(point.sweep, _time_steps)(point, workload, device)
+    seed = point.batch_seed(dist.get_rank())
+    # Copied: all wrappers begin with the same parameters.
+    workload = build_workload(model, **sizes, device=device, seed=seed).copied()
+    measure_sweep = _time_steps
+    if point.sweep == "accumulation":
+        measure_sweep = _time_accumulation
+    elif point.sweep in ONE_BY_ONE:
+        measure_sweep = _look_at_each
+    yield from measure_sweep(point, workload, device)
 
 
 def make_trainer(name: str, workload: Workload, device: str) -> Trainer:
@@ -157,19 +158,18 @@ def _time_steps(
         if name == LOCAL:
             trainer.run()  # a warm-up; the other alternatives have theirs in their check
             return dict(OK), trainer.phases
-        return (
-            check_gradients(trainer.model, partial(accumulate, trainer), expected),
-            trainer.phases,
-        )
+        columns = check_gradients(trainer.model, partial(accumulate, trainer), expected)
+        return columns, trainer.phases
 
     rows = {name: _describe(name) for name in point.alternatives}
     for row in rows.values():
-        if row["implementation"] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
-            row |= {"status": "refused", "reason": transport_in_use()[1]}
+        if row["implementation"] in OVER_SHARED_MEMORY:
+            row |= shared_memory_refusal()
     for row in check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds):
         yield row
-        if row.get("phase") == BACKWARD and (laps := watches[row["alternative"]].seconds):
-            waiting_s = laps[-len(row["seconds"]) :]
+        if row.get("phase") == BACKWARD and watches[row["alternative"]].seconds:
+            # Only the last laps: warm-up and the check have some, too.
+            waiting_s = watches[row["alternative"]].seconds[-len(row["seconds"]) :]
             # a part of the backward pass, whose time is counted
             yield row | {"phase": WAITING, "seconds": waiting_s, "is_sum": True}
 
@@ -233,7 +233,7 @@ def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
     step()
     boxes = _find_boxes(profile_call(step, device=device, before=dist.barrier))
     if not boxes[ALL_REDUCE]:
-        return [{"status": "refused", "reason": "the profiler saw none of the collectives"}]
+        return [refusal_columns("the profiler saw none of the collectives")]
     start = boxes[FORWARD][0][0]
     end_of_backward = boxes[BACKWARD][-1][1]
     rows = []
@@ -252,7 +252,7 @@ def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
 
 
 def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) in seconds, by lane.
+    """Return (start, end) in seconds, by lane.
 
     Backward ends with the last gradient on a CPU, and with its last kernel other than a collective
     on a GPU; what the wrapper launches when it finishes comes after. A barrier before the step may
@@ -268,13 +268,13 @@ def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, flo
         phase: [_span([event for event in others if phase in event.ranges])]
         for phase in (FORWARD, BACKWARD, OPTIMIZER)
     }
-    if last := [event for event in others if event.name == LAST_GRADIENT]:
+    last = [event for event in others if event.name == LAST_GRADIENT]
+    if last:
         boxes[BACKWARD] = [(boxes[BACKWARD][0][0], _span(last)[1])]
     start = boxes[FORWARD][0][0]
     return boxes | {ALL_REDUCE: [_span([event]) for event in collectives if event.start_s >= start]}
 
 
 def _span(events: Sequence[TraceEvent]) -> tuple[float, float]:
-    return min(event.start_s for event in events), max(
-        event.start_s + event.duration_s for event in events
-    )
+    start_s = min(event.start_s for event in events)
+    return start_s, max(event.start_s + event.duration_s for event in events)

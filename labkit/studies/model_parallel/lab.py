@@ -29,8 +29,8 @@ from labkit.studies.model_parallel.point import (
 )
 from labkit.studies.model_parallel.trainings import AXES
 from labkit.studies.model_parallel.worker import measure
-from labkit.studies.shared.cores import ALL_CORES
-from labkit.studies.shared.tables import join, predict_messages_s
+from labkit.studies.shared.alternatives import ALL_CORES
+from labkit.studies.shared.tables import join, most_sent, predict_messages_s
 from labkit.studies.shared.verification import verify_plan
 
 
@@ -76,8 +76,7 @@ NAMES = {
 
 
 def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParallelPoint]:
-    """Plan by number of ranks: tensor parallelism from narrow to wide, pipelines, and then all
-    axes."""
+    """Plan by number of ranks: tensor parallelism from narrow to wide, pipelines, then all axes."""
     device = machine.device(config.device)
     widths = tuple(sorted(config.widths))
     for world_size in config.world_sizes:
@@ -91,10 +90,11 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
             )
         layers = max(config.layers, 2 * world_size)  # for two stages per rank
         pipeline = partial(point, sweep="pipeline", alternatives=SCHEDULES, model="", layers=layers)
-        fitting = tuple(
+        # If none fits, the point says why it is skipped.
+        fitting = [
             width for width in widths if pipeline(widths=(width,)).skip_reason(machine) is None
-        )
-        yield pipeline(widths=fitting or widths)
+        ]
+        yield pipeline(widths=tuple(fitting or widths))
         yield point(
             sweep="axes",
             alternatives=tuple(config.axes),
@@ -104,12 +104,10 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return collectives and bytes per step of the rank that sends most; seconds, and those of
-    compute and messages."""
+    """Return calls, bytes and seconds per step, measured and predicted."""
     keys = [*TENSOR_KEYS, "way"]
-    values = ["sent_bytes", "formula_sent_bytes", "calls"]
-    rows = results.frame.reindex(columns=["sweep", *keys, *values]).query("sweep == 'tensor'")
-    table = rows.dropna(subset="sent_bytes").groupby(keys, sort=False)[values].max().reset_index()
+    frame = results.frame.reindex(columns=dict.fromkeys(["sweep", *results.frame]))
+    table = most_sent(frame[frame["sweep"] == "tensor"], keys)
     medians = TENSOR_TIME.medians(results.frame)[[*keys, "seconds"]]
     whole_s = join(table.assign(way=WHOLE), medians, keys, "left")["seconds"].astype(float)
     table = join(table, medians, keys, "left")
@@ -119,8 +117,10 @@ def sent(results: Results) -> pd.DataFrame:
 
 
 def pipelines(results: Results) -> pd.DataFrame:
-    """By rank: share of a step that it works, by schedule, and with its messages; micro-batches
-    that it holds."""
+    """Return the share of a step that each rank works, and the micro-batches that it holds.
+
+    `formula_busy` follows from the schedule, `predicted_busy` also from the cost of messages.
+    """
     values = ["seconds", "idle_s", "held", "formula_busy", "formula_held", "calls", "sent_bytes"]
     rows = results.frame.reindex(columns=[*PIPELINE_KEYS, *values]).dropna(subset="idle_s")
     rows = rows.assign(busy=1 - rows["idle_s"] / rows["seconds"]).sort_values("rank", kind="stable")
@@ -152,13 +152,9 @@ def tasks(results: Results) -> pd.DataFrame:
 
 
 def axes(results: Results) -> pd.DataFrame:
-    """Time and peak memory of a rank by axis, in one table."""
-    return join(
-        AXIS_TIME.medians(results.frame),
-        AXIS_PEAK.largest(results.frame),
-        AXIS_TIME.columns,
-        "outer",
-    )
+    """Return time and peak memory of a rank by axis, in one table."""
+    times = AXIS_TIME.medians(results.frame)
+    return join(times, AXIS_PEAK.largest(results.frame), AXIS_TIME.columns, "outer")
 
 
 WIDTH = "At what width does splitting a model across ranks pay off?"

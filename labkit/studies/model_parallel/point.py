@@ -8,7 +8,7 @@ from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import SHARED
-from labkit.studies.shared.cores import ALL_CORES
+from labkit.studies.shared.alternatives import ALL_CORES
 
 if TYPE_CHECKING:
     from labkit.machine.description import Machine
@@ -30,8 +30,7 @@ COPIES = 5  # of the parameters per alternative: parameters, gradients, two stat
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelPoint(ModelPoint):
-    """A model, a batch, and alternatives: transports, schedules or axes. `model`: a named size,
-    instead of a width."""
+    """A model, a batch, and alternatives: transports, schedules or axes."""
 
     sweep: str
     alternatives: tuple[str, ...]
@@ -39,12 +38,13 @@ class ModelParallelPoint(ModelPoint):
     """Width of the model; a pipeline takes the first one whose stages take long enough."""
     layers: int = 2
     model: str = ""
+    """A named size, instead of widths and layers."""
     micro_batches: tuple[int, ...] = ()
 
     @property
     def shape(self) -> TransformerShape:
-        """The named size, or the widest model: its vocabulary is small, so that layers cost
-        most."""
+        """The named size, or the widest model."""
+        # Its vocabulary is small, so that the layers, which are split, cost most.
         d = max(self.widths, default=2 * HEADS)
         wide = TransformerShape(
             d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY
@@ -53,11 +53,12 @@ class ModelParallelPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        """Memory of a rank for the reference and all alternatives; it trains only its stages of a
-        pipeline."""
-        is_pipeline = self.sweep == "pipeline"
-        copies = 1 + (COPIES - 1) / self.world_size if is_pipeline else COPIES
-        trainers = len(self.alternatives) * (len(self.micro_batches) if is_pipeline else 1)
+        """Memory of a rank for the reference and all alternatives."""
+        trainers = len(self.alternatives)
+        copies: float = COPIES
+        if self.sweep == "pipeline":
+            trainers *= len(self.micro_batches)
+            copies = 1 + (COPIES - 1) / self.world_size  # a whole model, and its stages' training
         return 4 * n_parameters(self.shape) * (COPIES + copies * trainers)
 
     def skip_reason(self, machine: "Machine") -> str | None:

@@ -34,22 +34,22 @@ from labkit.studies.model_parallel.point import (
     WHOLE,
     ModelParallelPoint,
 )
-from labkit.studies.shared.alternatives import count_traffic
+from labkit.studies.shared.alternatives import ALL_CORES, cores_of_all_ranks, count_traffic
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
-from labkit.studies.shared.cores import ALL_CORES, cores_of_all_ranks
 from labkit.studies.shared.sharding_strategies import shard
 
 
 @dataclass
 class Trainer:
-    """A training along one axis. `gather` returns whole parameters; `idle_s`: a pipeline's idle
-    seconds per step."""
+    """A training along one axis."""
 
     optimizer: Optimizer
     passes: Callable[[], Any]
     gather: Callable[[], Mapping[str, Tensor]]
+    """Returns whole parameters by name."""
     pipeline: Any = None
     idle_s: list[float] = field(default_factory=list)
+    """A pipeline's idle seconds in each step."""
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -81,8 +81,7 @@ class Problem:
     def check(
         self, make: Callable[..., Trainer], trainers: dict[str, Trainer], name: str
     ) -> dict[str, Any]:
-        """Train for some steps, compare with one process, and add the trainer to the others if it
-        is right."""
+        """Train some steps, compare with one process, and keep the trainer if it is right."""
         trainer = make(self)
         for _ in range(STEPS):
             trainer.step()
@@ -112,54 +111,51 @@ def train_whole(problem: Problem, *, has_all_cores: bool = False) -> Trainer:
             with cores_of_all_ranks() if has_all_cores else nullcontext():
                 problem.loss(model).backward()
 
-    return Trainer(
-        AdamW(model.parameters(), **SETTINGS), passes, partial(gather_parts, model, [(model, 0)])
-    )
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    return Trainer(optimizer, passes, partial(gather_parts, model, [(model, 0)]))
 
 
 def train_cut(problem: Problem, transport: str = AUTO, *, is_sequence: bool = False) -> Trainer:
     """Train with tensor parallelism, with sequence parallelism or without."""
     model = tensor_parallel(problem.build(), sequence_parallel=is_sequence, transport=transport)
     optimizer = AdamW(model.parameters(), **SETTINGS)
-    return Trainer(
-        optimizer,
-        lambda: model(problem.inputs, problem.targets).backward(),
-        model.gather_state_dict,
-    )
+
+    def passes() -> None:
+        model(problem.inputs, problem.targets).backward()
+
+    return Trainer(optimizer, passes, model.gather_state_dict)
 
 
 def train_replicas(
     problem: Problem, implementation: str = "ddp", *, is_context: bool = False
 ) -> Trainer:
-    """Train replicas ("ddp") or shards ("zero3"), each rank on its sequences, or on its positions
-    of all of them."""
+    """Train replicas ("ddp") or shards ("zero3") on a part of the batch.
+
+    It is a rank's sequences; with `is_context`, its positions of all sequences.
+    """
     bare = problem.build()
-    p = dist.get_world_size()
-    model, optimizer = shard(
-        implementation, context_parallel(bare) if is_context else bare, AdamW, **SETTINGS
-    )
-    split = (
-        partial(split_sequence, dim=1)
-        if is_context
-        else lambda tokens: tokens.tensor_split(p)[dist.get_rank()]
-    )
-    inputs = split(problem.inputs)
-    targets = split(problem.targets)
-    gather = partial(whole_parameters, model)
-    return Trainer(
-        optimizer, lambda: language_model_loss(model(inputs), targets).backward(), gather
-    )
+    if is_context:
+        bare = context_parallel(bare)
+        inputs = split_sequence(problem.inputs, dim=1)
+        targets = split_sequence(problem.targets, dim=1)
+    else:
+        p = dist.get_world_size()
+        inputs = problem.inputs.tensor_split(p)[dist.get_rank()]
+        targets = problem.targets.tensor_split(p)[dist.get_rank()]
+    model, optimizer = shard(implementation, bare, AdamW, **SETTINGS)
+
+    def passes() -> None:
+        language_model_loss(model(inputs), targets).backward()
+
+    return Trainer(optimizer, passes, partial(whole_parameters, model))
 
 
 def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Trainer:
-    """Train a pipeline. Stages are balanced by parameters, without the embedding's, which are only
-    looked up."""
+    """Train a pipeline, whose stages are balanced by their parameters."""
     model = problem.build()
     layers = [model.embedding, *model.layers, nn.Sequential(model.norm, model.output)]
-    costs = [
-        0,
-        *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers[1:]),
-    ]
+    costs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    costs[0] = 0  # an embedding's are only looked up
     pipeline = Pipeline(layers, schedule=schedule, micro_batches=micro_batches, costs=costs)
     idle_s: list[float] = []
 
@@ -201,7 +197,8 @@ def describe_traffic(point: ModelParallelPoint, name: str, trainer: Trainer) -> 
         return {}
     row, calls = count_traffic(trainer.passes)
     p = dist.get_world_size()
-    if (pipeline := trainer.pipeline) is not None:
+    pipeline = trainer.pipeline
+    if pipeline is not None:
         share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)
         held = {
             "held": pipeline.peak_held,
@@ -214,6 +211,5 @@ def describe_traffic(point: ModelParallelPoint, name: str, trainer: Trainer) -> 
     size = (point.shape, point.batch, point.context_length)
     is_sequence = name.endswith(SEQUENCE)
     formula = tensor_parallel_calls(*size, p, sequence_parallel=is_sequence)
-    return row | {
-        "formula_sent_bytes": sent_bytes(formula, p, all_reduce=ALL_REDUCE_COSTS[algorithm])
-    }
+    sent = sent_bytes(formula, p, all_reduce=ALL_REDUCE_COSTS[algorithm])
+    return row | {"formula_sent_bytes": sent}

@@ -18,10 +18,10 @@ from labkit.bench.memory import measure_second_peak
 from labkit.nn.transformer import Transformer
 from labkit.parallel.pipeline import measure_layers
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.transport import SHARED, transport_in_use
+from labkit.parallel.transport import SHARED
 from labkit.studies.model_parallel.point import LEAST_TASK_S, ModelParallelPoint
 from labkit.studies.model_parallel.trainings import AXES, MAKERS, Problem, Trainer, train_pipeline
-from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.alternatives import row_of, shared_memory_refusal, timed_rows
 
 
 def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
@@ -30,40 +30,39 @@ def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
     rows = dict[str, dict[str, Any]]()
     trainers = dict[str, Trainer]()
     for name, about, problem, make in _alternatives(point, device):
-        if (
-            SHARED in name
-            and (transport := transport_in_use(device=torch.device(device)))[0] != SHARED
-        ):
-            yield about | {"status": "refused", "reason": transport[1]}
+        refusal = shared_memory_refusal(device) if SHARED in name else {}
+        if refusal:
+            yield about | refusal
             continue
-        rows[name] = about | row_of(
-            name, partial(problem.check, make, trainers, name), device=device
-        )
-    is_axis = point.sweep == "axes"  # whose steps are whole ones
+        check = partial(problem.check, make, trainers, name)
+        rows[name] = about | row_of(name, check, device=device)
+    # Axes are compared by whole steps: sharding changes the optimizer's update, too.
+    is_axis = point.sweep == "axes"
     turns = {
         name: trainer.step if is_axis else trainer.passes for name, trainer in trainers.items()
     }
     clock = point.rounds | {"prepare": lambda name: trainers[name].optimizer.zero_grad()}
-    for name, row in zip(
-        rows, timed_rows(rows, turns, device=device, before=dist.barrier, **clock), strict=True
-    ):
-        has_idle = point.sweep == "pipeline" and "seconds" in row
-        yield row | ({"idle_s": trainers[name].idle_s[-len(row["seconds"]) :]} if has_idle else {})
-    for axis in trainers if is_axis else ():
-        dist.barrier()
-        yield {"axis": axis} | row_of(
-            axis, partial(_measure_peak, AXES[axis], problem), device=device
-        )
+    timed = timed_rows(rows, turns, device=device, before=dist.barrier, **clock)
+    for name, row in zip(rows, timed, strict=True):
+        if point.sweep == "pipeline" and "seconds" in row:
+            # Only of the rounds that count: the check and the warm-up have idle times, too.
+            row["idle_s"] = trainers[name].idle_s[-len(row["seconds"]) :]
+        yield row
+    if is_axis:
+        for axis in trainers:
+            dist.barrier()
+            measure_peak = partial(_measure_peak, AXES[axis], problem)
+            yield {"axis": axis} | row_of(axis, measure_peak, device=device)
 
 
 def _alternatives(
     point: ModelParallelPoint, device: str
 ) -> Iterator[tuple[str, dict[str, Any], Problem, Callable[..., Trainer]]]:
-    """Yield name, columns, problem and maker of each alternative. A micro-batch of a pipeline is
-    one sequence."""
+    """Yield name, columns, problem and maker of each alternative."""
     if point.sweep == "pipeline":
         width = _choose_width(point, device)
         for micro_batches in point.micro_batches:
+            # A micro-batch is one sequence.
             problem = Problem(replace(point, widths=(width,), batch=micro_batches), device)
             for schedule in point.alternatives:
                 about = {"schedule": schedule, "micro_batches": micro_batches, "width": width}
@@ -79,24 +78,23 @@ def _alternatives(
 
 
 def _choose_width(point: ModelParallelPoint, device: str) -> int:
-    """Return the first width at which a forward pass through a rank's layers takes `LEAST_TASK_S`,
-    or the last."""
+    """Return the first width whose forward passes take `LEAST_TASK_S` on a rank, or the last."""
     for width in point.widths:
+        shape = replace(point, widths=(width,), layers=1).shape
         with torch.device(device):
-            model = Transformer(
-                replace(point, widths=(width,), layers=1).shape, context_length=point.context_length
-            )
-            (layer_s,) = measure_layers(
-                list(model.layers), torch.zeros(1, point.context_length, width)
-            )
+            model = Transformer(shape, context_length=point.context_length)
+            hidden = torch.zeros(1, point.context_length, width)
+        (layer_s,) = measure_layers(list(model.layers), hidden)
         if layer_s * point.layers / point.world_size >= LEAST_TASK_S:
             break
     return width
 
 
 def _measure_peak(make: Callable[..., Trainer], problem: Problem) -> dict[str, Any]:
-    """Measure the peak of a trainer that gathers nothing: a pipeline then has only this rank's
-    layers."""
-    return measure_second_peak(
-        lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device
-    )
+    """Measure the peak of a step along one axis."""
+
+    def make_without_gather() -> Trainer:
+        # `gather` has all layers of a pipeline. Without it only this rank's stay in memory.
+        return replace(make(problem), gather=dict)
+
+    return measure_second_peak(make_without_gather, Trainer.step, device=problem.device)

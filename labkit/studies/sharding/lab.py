@@ -83,10 +83,10 @@ NAMES = {
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
-    """Plan steps: the first optimizer over every transport, the others over the first. Then plan
-    peak memory.
+    """Plan steps, then peak memory.
 
-    With more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
+    The first optimizer is measured over every transport, the others over the first transport. With
+    more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
     """
     is_cpu = machine.device(config.device) == "cpu"
     names = config.implementations
@@ -116,49 +116,36 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
 
 
 def held(results: Results) -> pd.DataFrame:
-    """Return bytes that the rank which holds most keeps from step to step, by stage and part, and
-    the formula's."""
+    """Return the bytes that a rank keeps from step to step, by stage and part, with the formula."""
     keys = ["size", "world_size", "implementation"]
     columns = {part: [f"{part}_bytes", f"formula_{part}_bytes"] for part in PARTS}
     rows = results.rows([*keys, *(name for pair in columns.values() for name in pair)])
     groups = rows.dropna(subset=columns[PARTS[0]]).groupby(keys, sort=False)
-    tables = [
-        groups[pair]
-        .max()
-        .set_axis(["held_bytes", "formula_bytes"], axis=1)
-        .reset_index()
-        .assign(part=part)
-        for part, pair in columns.items()
-    ]
+    tables = []
+    for part, pair in columns.items():
+        most = groups[pair].max().set_axis(["held_bytes", "formula_bytes"], axis=1)
+        tables.append(most.reset_index().assign(part=part))
     return pd.concat(tables, ignore_index=True)
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return the bytes that the rank which sends most sends per step, by stage and collective, and
-    the formula's.
+    """Return the bytes that a rank sends per step, by stage and collective, with the formula.
 
     `sent_over_model`: the same in units of (p-1)/p times the bytes of the model.
     """
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
-    table = (
-        results.rows([*keys, *values])
-        .dropna(subset="collective")
-        .groupby(keys, sort=False)[values]
-        .max()
-    )
-    table = table.reset_index()
+    rows = results.rows([*keys, *values]).dropna(subset="collective")
+    table = rows.groupby(keys, sort=False)[values].max().reset_index()
     share = (table["world_size"] - 1) / table["world_size"]
-    return table.assign(
-        sent_over_model=(table["sent_bytes"] / table["model_bytes"] / share).astype(float)
-    )
+    ratio = table["sent_bytes"] / table["model_bytes"] / share
+    return table.assign(sent_over_model=ratio.astype(float))
 
 
 def largest_models(results: Results) -> pd.DataFrame:
-    """The largest named model by stage whose training in float32 with AdamW fits into a rank's
-    memory, by formulas.
+    """Return the largest named model by stage that fits into a rank's memory, by formulas.
 
-    Ranks on CPUs share the memory of their host.
+    It is trained in float32 with AdamW.
     """
     columns = ["world_size", "host_ranks", "device", "batch", "context_length"]
     table = results.rows(columns, kind="memory").drop_duplicates("world_size")
@@ -167,17 +154,21 @@ def largest_models(results: Results) -> pd.DataFrame:
     for point, stage, (model, shape) in product(points, STAGES, SIZES.items()):
         ranks = int(point["world_size"])
         size = (int(point["batch"]), int(point["context_length"]))
-        memory = (
-            FIT_SHARE
-            * results.machine_bytes
-            / (point["host_ranks"] if point["device"] == "cpu" else 1)
+        memory = FIT_SHARE * results.machine_bytes
+        if point["device"] == "cpu":  # whose memory all ranks of a host share
+            memory /= point["host_ranks"]
+        states = state_bytes(n_parameters(shape), stage, ranks)
+        rows.append(
+            {
+                "world_size": ranks,
+                "implementation": NAMES[stage],
+                "model": model,
+                "batch": size[0],
+                "context_length": size[1],
+                "needed_bytes": sum(states.values()) + activation_bytes(shape, *size),
+                "memory_bytes": memory,
+            }
         )
-        needed = sum(state_bytes(n_parameters(shape), stage, ranks).values()) + activation_bytes(
-            shape, *size
-        )
-        row = {"world_size": ranks, "implementation": NAMES[stage], "model": model}
-        row |= {"batch": size[0], "context_length": size[1]}
-        rows.append(row | {"needed_bytes": needed, "memory_bytes": memory})
     if not rows:
         return pd.DataFrame()
     table = pd.DataFrame(rows)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from labkit.bench.check import max_over_ranks
+from labkit.bench.check import max_over_ranks, refusal_columns
 from labkit.bench.memory import process_peak, return_memory_when_freed
 from labkit.costs.communication import STAGES, sent_bytes, sharding_calls
 from labkit.costs.memory import PARTS, state_bytes
@@ -62,7 +62,9 @@ class ShardingPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        models = 1 if self.kind == "memory" else len(self.implementations) + 1
+        models = 1  # memory is measured one after the other
+        if self.kind == "time":
+            models = len(self.implementations) + 1
         return models * COPIES * 4 * n_parameters(SIZES[self.size])
 
 
@@ -73,12 +75,11 @@ def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
     if device == "cpu" and transport != POINT_TO_POINT:
         transport, reason = transport_in_use()
         if point.transport not in (AUTO, transport):
-            yield from (
-                {"implementation": name, "status": "refused", "reason": reason}
-                for name in point.implementations
-            )
+            for name in point.implementations:
+                yield {"implementation": name} | refusal_columns(reason)
             return
-    for row in (_measure_memory if point.kind == "memory" else _measure_steps)(point, device):
+    measure_kind = _measure_memory if point.kind == "memory" else _measure_steps
+    for row in measure_kind(point, device):
         yield {"transport": transport} | row
 
 
@@ -146,29 +147,31 @@ def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dic
     }
     sent: Counter[str] = Counter()
     for call in calls:
-        sent[call.collective] += call.sent_bytes if call.is_payload else 0
+        if call.is_payload:
+            sent[call.collective] += call.sent_bytes
     for collective in dict.fromkeys([*expected, *sent]):
         formula = expected.get(collective, 0.0)
         if formula or sent[collective]:
-            row = {
+            yield {
                 "implementation": name,
                 "status": "ok",
                 "collective": collective,
                 "model_bytes": model_bytes,
+                "sent_bytes": sent[collective],
+                "formula_bytes": formula,
             }
-            yield row | {"sent_bytes": sent[collective], "formula_bytes": formula}
 
 
 def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield bytes held after a step by part, and the step's peak, by implementation.
-
-    As its tensors say.
-    """
+    """Yield the bytes of the tensors held after a step, and the step's peak, by implementation."""
     return_memory_when_freed()
     # The check trains a small model. Memory that libraries allocate once then is part of no peak.
     small = ShardingPoint.of(point, size="nano", batch=1)
     against = _train_in_one_process(small, device)
-    check = lambda name: _check(name, small, *against)[0]  # noqa: E731
+
+    def check(name: str) -> Mapping[str, Any]:
+        return _check(name, small, *against)[0]
+
     rows = {
         name: row_of(name, partial(check, name), device=device) for name in point.implementations
     }
@@ -207,17 +210,13 @@ def _measure_one(
     reason = _no_peak_reason(peak, sum(held.values()))
     # The largest of the other ranks would be too low.
     if max_over_ranks(float(reason is not None)) > 0:
-        reason = reason or "another rank has no peak"
-        return held | formula | {"status": "refused", "reason": reason}
+        return held | formula | refusal_columns(reason or "another rank has no peak")
     return held | formula | {"peak_bytes": peak}
 
 
 def _held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the tensors that this rank holds between steps.
-
-    Parameters, their gradients, the optimizer's state.
-    """
-    # of a sharded optimizer
+    """Return parameters, gradients and the optimizer's state that this rank holds between steps."""
+    # torch's sharded optimizer keeps its state in an optimizer of its shard.
     inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]
     state = [
         leaf for each in (optimizer, *inner) for leaf in tree_leaves(list(each.state.values()))
@@ -228,12 +227,13 @@ def _held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]
 
 def _storage_bytes(leaves: Iterable[Any]) -> int:
     """Return the bytes of the tensors' storages on this rank, each counted once."""
-    tensors = [
-        leaf.to_local() if is_distributed(leaf) else leaf
-        for leaf in leaves
-        if isinstance(leaf, Tensor)
-    ]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    n_bytes: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            local = leaf.to_local() if is_distributed(leaf) else leaf
+            storage = local.untyped_storage()
+            n_bytes[storage._cdata] = storage.nbytes()
+    return sum(n_bytes.values())
 
 
 def _no_peak_reason(peak: int | None, held: int) -> str | None:

@@ -9,18 +9,24 @@ alternative would meet their messages.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from labkit.bench.check import refusal_columns
 from labkit.bench.clock import time_parts_interleaved
 from labkit.lab.user_models import user_line
+from labkit.machine.cgroups import available_cores
 from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
 from labkit.parallel.traffic import Collective, recorded_traffic
+from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.torch_private import default_store
 
+ALL_CORES = "one rank, all cores"
+"""Name of the alternative that computes on one rank, while the others wait."""
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
 Action = Callable[[], Any]
@@ -48,9 +54,10 @@ def row_of(
 
 
 def count_traffic(run: Action) -> tuple[dict[str, int], list[Collective]]:
-    """Run it; return the collectives and bytes that this rank sends, without agreements."""
+    """Run it; return the collectives and bytes that this rank sends."""
     with recorded_traffic() as traffic:
         run()
+    # Not the small messages by which ranks agree: formulas do not have them.
     calls = [call for call in traffic if call.is_payload]
     return {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}, calls
 
@@ -64,10 +71,12 @@ def time_guarded(
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, str]]]:
     """Time all alternatives in turns; return seconds by alternative and phase, and failures.
 
-    On one rank the others start again after a failure; on several ranks the error is raised.
-    `prepare` and `options` are those of `time_parts_interleaved`.
+    On one rank the others start again after a failure: a round without one alternative is another
+    round. On several ranks the error is raised. `prepare` and `options` are those of
+    `time_parts_interleaved`.
     """
     failed = dict[str, dict[str, str]]()
+    running = dict(alternatives)
 
     def begin(name: str) -> None:
         current_alternative.begin(name)
@@ -75,7 +84,7 @@ def time_guarded(
             prepare(name)
 
     samples: dict[str, dict[str, list[float]]] = {}
-    while running := {name: parts for name, parts in alternatives.items() if name not in failed}:
+    while running:
         try:
             samples = time_parts_interleaved(running, device=device, prepare=begin, **options)
             break
@@ -87,6 +96,7 @@ def time_guarded(
                 raise
             failed[failing] = describe_failure(error, device)
             current_alternative.end()
+            del running[failing]
     current_alternative.end()
     return samples, failed
 
@@ -102,16 +112,19 @@ def timed_rows(
     An action in phases yields one row per phase, named in `column`. Only rows without a `status`,
     or whose `status` is "ok", are timed; `options` are those of `time_guarded`.
     """
-    phases = {name: one if isinstance(one, Mapping) else {"": one} for name, one in actions.items()}
-    right = {
-        name: parts for name, parts in phases.items() if rows[name].get("status", "ok") == "ok"
-    }
+    right: dict[str, Mapping[str, Action]] = {}
+    for name, action in actions.items():
+        if rows[name].get("status", "ok") == "ok":
+            right[name] = action if isinstance(action, Mapping) else {"": action}
     samples, failed = time_guarded(right, **options)
     for name, row in rows.items():
         if name not in samples:
             yield row | failed.get(name, {})
         for phase, seconds in samples.get(name, {}).items():
-            yield row | ({column: phase} if phase else {}) | {"seconds": seconds}
+            timed = row | {"seconds": seconds}
+            if phase:
+                timed[column] = phase
+            yield timed
 
 
 def check_and_time(
@@ -122,11 +135,10 @@ def check_and_time(
     device: str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Check alternatives by name, then time them: `timed_rows`.
+    """Check alternatives by name, then time those that are right (`timed_rows`).
 
-    `check` returns each one's columns and its action.
-
-    A row that has a status is neither checked nor timed.
+    `check` returns an alternative's columns and its action. A row that has a status already is
+    neither checked nor timed.
     """
     checked = dict[str, dict[str, Any]]()
     actions = dict[str, Action | Mapping[str, Action]]()
@@ -154,17 +166,40 @@ def describe_failure(error: Exception, device: str) -> dict[str, str]:
             torch.cuda.synchronize()
         except Exception as dead:
             raise error from dead
+    kind = type(error).__name__
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
-        return {"status": "oom", "reason": text or type(error).__name__}
-    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return {"status": "oom", "reason": text or kind}
+    reason = ": ".join(filter(None, (kind, text)))
     return {"status": "failed", "reason": reason + user_line(error)}
 
 
 def _note_user_line(error: Exception) -> None:
     """Add the line of a user's code to an error that ends the point, whose reason then has it."""
-    if line := user_line(error):
+    line = user_line(error)
+    if line:
         error.add_note(line.removeprefix(", "))
+
+
+def shared_memory_refusal(device: str = "cpu") -> dict[str, str]:
+    """Return the columns of what needs shared memory; none where ranks have it."""
+    transport, reason = transport_in_use(device=torch.device(device))
+    return {} if transport == SHARED else refusal_columns(reason)
+
+
+@contextmanager
+def cores_of_all_ranks() -> Iterator[None]:
+    """Give this rank the threads of all ranks inside the block, for `ALL_CORES`.
+
+    Each rank has its share of the cores. One that computes alone would leave the others' idle, and
+    several ranks would look faster by exactly these cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(available_cores(), threads * dist.get_world_size()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _is_one_of_several() -> bool:

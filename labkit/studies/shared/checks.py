@@ -61,16 +61,13 @@ AdamW's update of it says nothing.
 
 
 def local_means(model: nn.Module, run: Run) -> list[Tensor]:
-    """Return expected gradients: means over ranks, summed in float64.
-
-    Of what `run` computes on the bare model.
-    """
+    """Return expected gradients: means over ranks of what `run` computes on the bare model."""
     with deterministic_math():
         run()
     means = []
     for local in _take_gradients(model.parameters()):
         assert local is not None, "the model uses every parameter"
-        total = local.double()
+        total = local.double()  # so that the order of ranks rounds nothing
         dist.all_reduce(total)
         means.append((total / dist.get_world_size()).to(local.dtype))
     return means
@@ -97,26 +94,22 @@ def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str | None:
-    """Describe the first wrong mean over ranks of whole numbers; None if all are right.
+    """Describe the first wrong mean over ranks of whole numbers; None, on all ranks, if none is.
 
-    They take the place of local gradients. On all ranks.
-
-    Gradients are float32 or float64; parameters lose them.
+    They take the place of local gradients, which are float32 or float64; parameters lose them.
     """
     with _whole_numbers(list(parameters.values())) as starts:
         run()
     pairs = zip(_take_gradients(parameters.values()), starts, strict=True)
     ranks = dist.get_world_size()
-    deviations = [
-        (
-            (MISSING, 0.0, 0.0)
-            if one is None
-            else first_deviation(one.contiguous(), ranks, starts=start, within=HALF)
-        )
-        for one, start in pairs
-    ]
+    deviations: list[Deviation] = []
+    for mean, start in pairs:
+        if mean is None:
+            deviations.append((MISSING, 0.0, 0.0))
+        else:
+            deviations.append(first_deviation(mean.contiguous(), ranks, starts=start, within=HALF))
     wrong = describe_first(list(parameters), deviations)
-    return f"{wrong} in a mean of whole numbers, which is whole" if wrong else None
+    return None if wrong is None else f"{wrong} in a mean of whole numbers, which is whole"
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
@@ -141,10 +134,8 @@ def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str
 def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int]]]:
     """Replace each local gradient by this rank's part times the number of ranks, within the block.
 
-    Another part in every pass.
-
     Yields where in the sequence the numbers of each pass begin: a list per parameter, one longer
-    after each pass.
+    after each pass. Each pass has another part, so that gradients of the pass before are wrong.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -227,10 +218,12 @@ class Reference:
         if actual is None or actual.shape != expected.shape:
             return math.inf, (MISSING, 0.0, 0.0)
         difference = largest(actual - expected)
-        error = difference / scale if scale else math.inf if difference else 0.0
-        if error <= PARAMETER_TOLERANCE:
-            return error, (RIGHT, 0.0, 0.0)
-        return math.inf if math.isnan(error) else error, furthest(actual, expected)
+        if difference <= PARAMETER_TOLERANCE * scale:
+            return difference / (scale or 1.0), (RIGHT, 0.0, 0.0)
+        error = math.inf
+        if scale and not math.isnan(difference):
+            error = difference / scale
+        return error, furthest(actual, expected)
 
 
 def train_in_one_process(
@@ -253,11 +246,10 @@ def train_in_one_process(
     expected = _copy_parameters(model)
     changes = {name: largest(value - start[name]) for name, value in expected.items()}
     flat = ROUNDING * max(slopes.values(), default=0.0)
-    most = max(changes.values())
-    scales = {
-        name: most if 0 < slopes.get(name, 0) <= flat else change
-        for name, change in changes.items()
-    }
+    scales = dict(changes)
+    for name, slope in slopes.items():
+        if 0 < slope <= flat:
+            scales[name] = max(changes.values())
     return Reference(expected, scales)
 
 

@@ -1,4 +1,4 @@
-"""Tables that several labs make: published ones, and rows in a declared order."""
+"""Tables and names that several labs have in common."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -7,9 +7,20 @@ import pandas as pd
 
 from labkit.lab.metric import Results
 from labkit.lab.project import reference_directory
+from labkit.parallel.data_parallel import TORCH
 
 FIT_SHARE = 0.9
 """Share of the memory that a training may take; the rest is for other programs."""
+WRAPPER_NAMES = {
+    TORCH: "torch's DDP",
+    "naive": "NaiveDDP",
+    "flat": "FlatDDP",
+    "overlapped": "OverlappedDDP",
+    "bucketed": "BucketedDDP",
+    "bucketed_shared": "BucketedDDP through shared memory",
+    "naive_shared": "NaiveDDP through shared memory",
+}
+"""Names of the wrappers of data parallelism in sentences."""
 
 
 def read_published(name: str) -> pd.DataFrame:
@@ -43,13 +54,19 @@ def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
 
     NaN on GPUs and without a calibration.
     """
-    calibration = results.calibration
-    rows = table[["device", "calls", "sent_bytes", "world_size"]].itertuples(index=False)
-    seconds = [
-        calibration.messages_s(*row) if calibration and device == "cpu" else None
-        for device, *row in rows
-    ]
-    return pd.Series(seconds, index=table.index, dtype=float)
+    seconds = pd.Series(float("nan"), index=table.index)
+    if results.calibration is not None:
+        on_cpu = table.loc[table["device"] == "cpu", ["calls", "sent_bytes", "world_size"]]
+        for index, *row in on_cpu.itertuples():
+            seconds[index] = results.calibration.messages_s(*row)
+    return seconds
+
+
+def most_sent(rows: pd.DataFrame, keys: Iterable[str]) -> pd.DataFrame:
+    """Return calls and bytes per step of the rank that sends most, with the formula's bytes."""
+    values = ["sent_bytes", "formula_sent_bytes", "calls"]
+    rows = rows.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
+    return rows.groupby(list(keys), sort=False)[values].max().reset_index()
 
 
 def in_order(table: pd.DataFrame, column: str, names: Iterable[str]) -> pd.DataFrame:

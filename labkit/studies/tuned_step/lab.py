@@ -20,7 +20,7 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS as ATTENTION
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import OVER_SHARED_MEMORY
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.shared.wrapper_names import WRAPPER_NAMES
+from labkit.studies.shared.tables import WRAPPER_NAMES
 from labkit.studies.tuned_step.worker import DEFAULT_NAME, JOINED, TunedStepPoint, measure
 
 FIELDS = tuple(Configuration.__dataclass_fields__)
