@@ -51,16 +51,17 @@ WIDTH = 7.6  # inches: a figure of one panel
 WIDE = 9.6  # inches: a figure of several panels
 PANEL_HEIGHT = 2.9  # inches
 MARGIN_INCHES = 0.8  # width of the y axis
-PANELS_SHARE = 0.8  # of the width of a figure; the y axis and the legend take the rest
+PANELS_SHARE = 0.9  # of the width of a figure; the y axis takes the rest
 LABEL_INCHES = 0.075  # width of a character
 BOLD_INCHES = 0.085  # width of a character of a panel's title
+LEGEND_INCHES = 4.6  # what a phone shows of a figure that it scrolls
+LEGEND_KEY_INCHES = 0.5  # line and marker before a name
 LEGEND_ROW_INCHES = 0.2
 STEEP_INCHES = 0.5  # names closer to one another are slanted more
 
 MAX_PANELS_IN_ROW = 3
 MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
 LONGEST_LINE = 34  # characters next to a panel
-LONGEST_BESIDE = 26  # names of more characters put a legend below the panels
 LONGEST_UPRIGHT = 9  # characters of a name below an axis; longer ones are slanted
 MIN_TICKS = 3  # of a logarithmic axis: fewer do not show its scale
 MAX_TICKS = 10  # more have no room
@@ -229,22 +230,24 @@ def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[str | None
 
 
 def add_legend(canvas: Canvas, hue: str, handles: Mapping[str, Any]) -> None:
-    """Add one legend for all panels: at their right, or below them if its names are long."""
+    """Add one legend for all panels, above their left end: a phone shows that end first."""
     if not handles or (hue == ALL and len(handles) == 1):
         return
-    widest = max(map(len, handles))
-    is_below = widest > LONGEST_BESIDE
-    n_columns = 1
-    if is_below:
-        n_columns = max(1, min(len(handles), int(canvas.get_figwidth() * 14 / (widest + 8))))
-        # The legend gets room of its own: panels stay as high as they are.
-        n_rows = 1 + math.ceil(len(handles) / n_columns)
-        canvas.set_figheight(canvas.get_figheight() + LEGEND_ROW_INCHES * n_rows)
+    title = None
+    n_rows = 0
+    if hue != ALL:
+        title = column(hue).axis
+        n_rows = 1
+    entry_inches = max(map(len, handles)) * LABEL_INCHES + LEGEND_KEY_INCHES
+    n_columns = min(len(handles), max(1, int(LEGEND_INCHES / entry_inches)))
+    n_rows += math.ceil(len(handles) / n_columns)
+    # The legend gets room of its own: panels stay as high as they are.
+    canvas.set_figheight(canvas.get_figheight() + LEGEND_ROW_INCHES * n_rows)
     canvas.legend(
         handles.values(),
         [name_text(name) for name in handles],
-        title=None if hue == ALL else column(hue).axis,
-        loc="outside lower center" if is_below else "outside right upper",
+        title=title,
+        loc="outside upper left",
         ncols=n_columns,
         frameon=False,
         fontsize=FONT,
