@@ -13,6 +13,7 @@ results with float64; one that is wrong, does not compile or does not return is 
 Dimension letters as in `attention.py`: (..., Q, D) queries, (..., K, D) keys and values.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,9 +68,7 @@ class FlashAttention(torch.autograd.Function):
             output, _ = run_kernel("forward", (q, k, v), ctx.causal, ctx.scale)
         grad_output = grad_output.contiguous()
         inputs = (q, k, v, grad_output, logsumexp, delta(output, grad_output))
-        (grad_q,) = run_kernel("grad_q", inputs, ctx.causal, ctx.scale)
-        grad_k, grad_v = run_kernel("grad_kv", inputs, ctx.causal, ctx.scale)
-        return grad_q, grad_k, grad_v, None, None
+        return *_run_backward(inputs, ctx.causal, ctx.scale), None, None
 
 
 # a compiled model calls the kernels as they are, at the price of a graph break
@@ -79,6 +78,43 @@ def flash_attention(
 ) -> Tensor:
     """Compute attention on the GPU, differentiably. `scale` defaults to 1 / sqrt(D)."""
     return FlashAttention.apply(q, k, v, causal, scale)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Return output (..., Q, D) in q's dtype, and float32 logsumexp (..., Q) in natural logs.
+
+    As `tiled_attention.tiled_forward`, for attention whose keys come block by block.
+    """
+    inputs = [x.contiguous() for x in (q, k, v)]
+    output, logsumexp = run_kernel("forward", inputs, causal, None)
+    return output, logsumexp * math.log(2)
+
+
+def flash_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    grad_output: Tensor,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of q, k and v in their dtypes, as `tiled_attention.tiled_backward`.
+
+    The output and logsumexp may be those of more keys than these.
+    """
+    q, k, v, output, grad_output = (x.contiguous() for x in (q, k, v, output, grad_output))
+    logsumexp = logsumexp.contiguous() / math.log(2)
+    inputs = (q, k, v, grad_output, logsumexp, delta(output, grad_output))
+    return _run_backward(inputs, causal, None)
+
+
+def _run_backward(
+    inputs: Sequence[Tensor], causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    (grad_q,) = run_kernel("grad_q", inputs, causal, scale)
+    grad_k, grad_v = run_kernel("grad_kv", inputs, causal, scale)
+    return grad_q, grad_k, grad_v
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from labkit.nn.attention import check_attention_inputs
-from labkit.nn.tiled_attention import tiled_backward, tiled_forward
 from labkit.parallel.agreement import agree_per_pass
 from labkit.parallel.collectives import all_gather, reduce_scatter
+from labkit.parallel.context_blocks import add_gradients, attend_to_block
 from labkit.parallel.context_layout import Group, count_parts
 from labkit.parallel.exchange import exchange, start_exchange
 from labkit.parallel.messages import cpu_group
@@ -151,14 +151,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        wide = q.to(dtype)
         output = logsumexp = torch.empty(0)
         for source, block in call.method(call, "forward").blocks(k, v):
             if part := call.visible(source, q.shape[-2]):
                 rows, columns, is_causal = part
-                keys, values = block[..., columns, :].to(dtype)
-                result = tiled_forward(wide[..., rows, :], keys, values, is_causal)
+                keys, values = block[..., columns, :]
+                result = attend_to_block(q[..., rows, :], keys, values, is_causal)
                 if source == call.group.rank():  # comes first, and all queries see some of its keys
                     output, logsumexp = result
                 else:
@@ -173,13 +171,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
         call = ctx.call
-        dtype = logsumexp.dtype
-        queries = [x.to(dtype) for x in (q, output, grad)]
         # contiguous, whatever the strides of q
-        grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        grad_q = torch.zeros(q.shape, dtype=logsumexp.dtype, device=q.device)
         blocks = call.method(call, "backward")
         for source, block in blocks.blocks(k, v):
-            blocks.add(source, _differentiate(call, source, block, queries, logsumexp, grad_q))
+            gradients = _differentiate(call, source, block, (q, output, grad), logsumexp, grad_q)
+            blocks.add(source, gradients)
         grad_k, grad_v = blocks.finish().to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
@@ -197,10 +194,11 @@ def _differentiate(
     gradients = torch.zeros_like(block, dtype=logsumexp.dtype)
     if part := call.visible(source, logsumexp.shape[-1]):
         rows, columns, is_causal = part
-        keys, values = block[..., columns, :].to(logsumexp.dtype)
+        keys, values = block[..., columns, :]
         q, output, grad = (x[..., rows, :] for x in queries)
-        into = (grad_q[..., rows, :], *gradients[..., columns, :])
-        tiled_backward(q, keys, values, output, logsumexp[..., rows], grad, is_causal, into=into)
+        grad_k, grad_v = gradients[..., columns, :]
+        into = (grad_q[..., rows, :], grad_k, grad_v)
+        add_gradients(q, keys, values, output, logsumexp[..., rows], grad, is_causal, into)
     return gradients
 
 

@@ -10,9 +10,11 @@ import math
 import random
 import re
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +22,13 @@ import torch
 pytest.importorskip("triton")
 
 from labkit.nn import flash_checks
+from labkit.nn.attention import naive_attention
 from labkit.nn.flash_attention import FlashAttention, run_kernel
 from labkit.nn.flash_launch import INTERPRETED
 from labkit.nn.flash_tiles import INTERPRETER_TILES, Tile
+from labkit.parallel import context_blocks
+from labkit.parallel.context import ring_attention, split_sequence
+from labkit.parallel.launch import run_ranks
 from tests.cases import thinned
 from tests.commands import carry_out
 from tests.nn.against_oracle import (
@@ -31,6 +37,7 @@ from tests.nn.against_oracle import (
     assert_saves_one_logsumexp,
     check_against_oracle,
 )
+from tests.parallel.test_context import differentiate
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 F32 = torch.float32
@@ -130,6 +137,36 @@ def test_passes_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     assert interpreted.returncode == 0, interpreted.stdout[-10_000:] + interpreted.stderr[-2_000:]
     (passed,) = re.findall(r"(\d+) passed", interpreted.stdout)
     assert int(passed) > len(FIXED_CASES), "skipped cases show nothing"
+
+
+def _ring_errors(dtype_name: str, is_causal: bool, layout: str) -> dict[str, float]:
+    """Largest errors of ring attention by the kernels on this rank, relative to float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 40, 16) for heads in (2, 1, 1, 2)]
+    exact = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    inputs = [x.to(getattr(torch, dtype_name)) for x in exact]
+    wide = [x.double() for x in inputs]
+    expected = differentiate(lambda q, k, v: naive_attention(q, k, v, is_causal), wide)
+    split = partial(split_sequence, dim=2, layout=layout)
+    with mock.patch.object(context_blocks, "uses_flash", return_value=True):
+        ring = partial(ring_attention, is_causal=is_causal, layout=layout)
+        actual = differentiate(ring, [split(x) for x in inputs])
+    return {
+        name: float((x.double() - split(expected[name])).norm() / x.norm())
+        for name, x in actual.items()
+    }
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="ranks of this test share no GPU")
+@pytest.mark.parametrize(
+    ("dtype", "is_causal", "layout"),
+    [("float32", True, "zigzag"), ("bfloat16", True, "contiguous"), ("float32", False, "zigzag")],
+)
+def test_ring_attention_by_the_kernels(dtype: str, is_causal: bool, layout: str) -> None:
+    limit = 4 * torch.finfo(getattr(torch, dtype)).eps
+    for errors in run_ranks(_ring_errors, dtype, is_causal, layout, world_size=2):
+        assert errors.keys() == {"output", "q", "k", "v"}
+        assert max(errors.values()) <= limit, errors
 
 
 @runs_kernels
