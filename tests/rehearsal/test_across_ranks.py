@@ -1,19 +1,30 @@
-"""NCCL without a GPU: in which order streams wait, and collectives and layers run."""
+"""Trainings across ranks on GPUs that are not here.
+
+In which order streams wait and collectives run over NCCL, and which values the CPU reads from a
+GPU: it waits for each until the GPU has computed all that is queued.
+"""
 
 from contextlib import ExitStack
+from functools import cache
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import mse_loss
 
+from labkit.costs.transformer import TransformerShape
+from labkit.nn.transformer import Transformer
 from labkit.parallel import overlap
+from labkit.parallel.context import context_parallel, mean_loss
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP, gather
+from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.transport import make_separate_transport
-from tests.rehearsal.pretended_cuda import Stream, pretended_gpu
+from tests.rehearsal.pretended_cuda import READ, Stream, pretended_gpu
 
 COLLECTIVES = {
     "all-gather": (gather, "all_gather_single"),
@@ -97,9 +108,70 @@ def _ddp(model):
     return BucketedDDP(model, all_reduce="auto", bucket_mb=5e-5, first_bucket_mb=5e-5)
 
 
-@pytest.mark.parametrize(("wrap", "expected"), [(_fsdp, FSDP_STEP), (_ddp, DDP_STEP)])
+def _model():
+    shape = TransformerShape(n_layers=2, n_heads=2, d_model=16, d_ff=32, vocabulary=16)
+    return Transformer(shape, context_length=16).to("cuda")
+
+
+def _tokens():
+    return torch.arange(32, device="cuda").view(2, 16) % 16
+
+
+def _tensor_parallel():
+    model = tensor_parallel(_model())
+    return lambda: model(_tokens(), _tokens()).backward()
+
+
+def _context_parallel():
+    model = context_parallel(_model())
+    tokens = _tokens()[:, :8]
+    return lambda: mean_loss(model(tokens), tokens).backward()
+
+
+def _pipeline():
+    model = Pipeline([nn.Linear(4, 4).to("cuda") for _ in range(2)], micro_batches=2)
+    x = torch.ones(4, 4, device="cuda")
+    return lambda: model.step(x, x, mse_loss)
+
+
+def _unused():
+    model = BucketedDDP(nn.Linear(4, 4).to("cuda"), find_unused=True)
+    return lambda: model(torch.ones(4, 4, device="cuda")).sum().backward()
+
+
+def _read_values(make_step):
+    """Return what the second step reads from the GPU."""
+    with pretended_gpu():
+        step = make_step()
+        step()
+        READ.clear()
+        step()
+    return READ[:]
+
+
+def _run_all():
+    logs = {wrap.__name__: _log_step(wrap) for wrap in (_fsdp, _ddp)}
+    steps = (_tensor_parallel, _context_parallel, _pipeline, _unused)
+    return logs | {make_step.__name__: _read_values(make_step) for make_step in steps}
+
+
+@cache
+def _results():
+    return run_ranks(_run_all, world_size=2)
+
+
+@pytest.mark.parametrize(("wrap", "expected"), [("_fsdp", FSDP_STEP), ("_ddp", DDP_STEP)])
 def test_a_step_over_nccl(wrap, expected):
     """A layer is gathered while the one before computes, and its gradients are added up while the
     next one's are computed; no memory is released that the other stream still reads."""
-    first, second = run_ranks(_log_step, wrap, world_size=2)
-    assert first == second == expected.strip()
+    first, second = _results()
+    assert first[wrap] == second[wrap] == expected.strip()
+
+
+@pytest.mark.parametrize(
+    ("step", "count"),
+    [("_tensor_parallel", 0), ("_context_parallel", 0), ("_unused", 0), ("_pipeline", 1)],
+)
+def test_the_cpu_reads_nothing(step, count):
+    """A pipeline reads the loss of a step, at its end."""
+    assert [len(reads[step]) for reads in _results()] == [count] * 2, _results()[0][step]
