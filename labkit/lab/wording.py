@@ -131,12 +131,16 @@ def overall(answer: Answer) -> str:
     one = answer.overall
     phrases = phrasing(answer.quantity)
     start = f"Over all {one.n} configurations"
+    low, high = (interval(end, end, end, phrases) for end in (one.low, one.high))
+    if answer.is_overall and one.low < one.high:
+        # The headline says the ratio itself.
+        first, last = (high, low) if one.direction == "better" else (low, high)
+        return f"95% interval: from {first} to {last}."
     if one.direction is not None:
         return f"{start}: {interval(one.ratio, one.low, one.high, phrases)}."
     if one.low == one.high:
         return f"{start}: no difference of 3% or more."
-    ends = [interval(end, end, end, phrases) for end in (one.low, one.high)]
-    return f"{start}: between {ends[0]} and {ends[1]}."
+    return f"{start}: between {low} and {high}."
 
 
 def _clause(answer: Comparison) -> str:
