@@ -18,7 +18,6 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 
-STEPS = 3
 ROWS = 3
 WIDTH = 6
 SGD = partial(optim.SGD, lr=0.1, momentum=0.5)
@@ -353,6 +352,7 @@ class Case:
     loss: Callable[..., Tensor | tuple[Tensor, ...]] = squared
     optimizer: Callable[..., optim.Optimizer] = SGD
     dtype: torch.dtype = torch.float64
+    steps: int = 2
     losses: int = 1
     micro_batches: int = 1
     set_to_none: bool = True
@@ -395,12 +395,12 @@ CASES = {
     "two forward passes, buffers": Case(ConstantBuffers, two_forwards),
     "two forward passes, transformer": Case(transformer, _tokens_twice),
     "mixed dtypes": Case(MixedDtypes, tolerance=FLOAT32),
-    "parameters unused": Case(TwoHeads, _one_head, options={"find_unused": True}),
+    "parameters unused": Case(TwoHeads, _one_head, steps=3, options={"find_unused": True}),
     "unused, set_to_none=False": Case(
-        TwoHeads, _one_head, options={"find_unused": True}, set_to_none=False
+        TwoHeads, _one_head, steps=3, options={"find_unused": True}, set_to_none=False
     ),
     "unused, accumulated": Case(
-        TwoHeads, _one_head, options={"find_unused": True}, micro_batches=3
+        TwoHeads, _one_head, steps=3, options={"find_unused": True}, micro_batches=3
     ),
     "two losses": Case(plain, losses=2),
     "accumulation": Case(plain, micro_batches=3),
@@ -410,7 +410,12 @@ CASES = {
     "re-entrant as a whole": Case(WhollyReentrant, with_gradient),
     "tied to a re-entrant layer": Case(TiedInsideAndOutside, _tied, options={"find_unused": True}),
     "tied, unlike inner passes": Case(
-        TiedInsideAndOutside, _tied_unlike, micro_batches=2, losses=2, options={"find_unused": True}
+        TiedInsideAndOutside,
+        _tied_unlike,
+        steps=3,
+        micro_batches=2,
+        losses=2,
+        options={"find_unused": True},
     ),
     "gradient penalty": Case(plain, _penalty),
     "a gradient penalty alone": Case(plain, _penalty_alone, options={"find_unused": True}),
@@ -448,11 +453,11 @@ def train(
     make: Callable[..., optim.Optimizer] | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> optim.Optimizer:
-    """`STEPS` steps on the given shards: one for a rank, all of them for the reference."""
+    """Train on the given shards: one for a rank, all of them for the reference."""
     groups, later = split_groups(case, model)
     optimizer = (make or case.optimizer)(groups)
     schedulers = case.schedulers(optimizer)
-    for step in range(STEPS):
+    for step in range(case.steps):
         if step == case.added_at:
             optimizer.add_param_group({"params": later, "lr": 0.05})
         case.before(getattr(model, "module", model), step)

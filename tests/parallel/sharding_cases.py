@@ -12,7 +12,6 @@ from labkit.parallel.sharding import ShardedOptimizer, whole_parameters
 from tests.parallel.data_parallel_cases import (
     ADAMW,
     FLOAT32,
-    STEPS,
     WIDTH,
     Case,
     MixedDtypes,
@@ -93,7 +92,7 @@ class Uneven(nn.Module):
 def two_schedulers(optimizer: optim.Optimizer) -> list[optim.lr_scheduler.LRScheduler]:
     return [
         # momentum, too
-        optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1),
+        optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4),
         optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
     ]
 
@@ -119,9 +118,9 @@ CASES = {
     "accumulation, clipping": Case(optimizer=ADAMW, micro_batches=3, clip=0.01),
     "fewer elements than ranks": Case(Small, optimizer=ADAMW),
     "uneven": Case(Uneven, optimizer=ADAMW, clip=0.01),
-    "schedulers": Case(optimizer=ADAMW, schedulers=two_schedulers),
+    "schedulers": Case(optimizer=ADAMW, schedulers=two_schedulers, steps=3),
     "groups": Case(optimizer=ADAMW, groups=3),
-    "an added group": Case(optimizer=ADAMW, added_at=2),
+    "an added group": Case(optimizer=ADAMW, added_at=1),
     "a closure": Case(optimizer=ADAMW, closure=True),
 }
 

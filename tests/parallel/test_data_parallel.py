@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.data_parallel.buckets import assign_buckets
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from tests.parallel.data_parallel_cases import (
     CASES,
@@ -48,14 +47,6 @@ from tests.parallel.data_parallel_cases import (
 from tests.parallel.shared_ranks import on_ranks
 
 IN_SITUATIONS = ("naive", "flat", "overlapped", "bucketed", "bucketed, shared memory")
-
-
-def _by_point(worker, points, world_size):
-    """Run the worker for each point on one group of ranks; what the ranks return, by point."""
-    by_rank = run_ranks(
-        lambda: [worker(point) for point in points], world_size=world_size, timeout_s=600
-    )
-    return dict(zip(points, zip(*by_rank, strict=True), strict=True))
 
 
 TRAININGS = [
@@ -724,47 +715,38 @@ def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, message,
     assert "\n" not in str(refusal.value)
 
 
-def _collectives(wrapper):
-    """Sizes of the all-reduces of one backward pass, and how many gradients were there when each
-    began."""
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("wrapper", "expected"),
+    {
+        "naive": 6,
+        "flat": 1,
+        "overlapped": 6,
+        "bucketed": 3,
+        "one bucket": 1,
+        "bucketed, no overlap": 3,
+    }.items(),
+)
+def test_collectives_are_counted_and_begin_when_they_should(wrapper, expected):
     calls = []
-    heard = []
+    ready = []
     all_reduce = dist.all_reduce
 
     def counting(tensor, *args, **kwargs):
-        calls.append((tensor.numel(), len(heard)))
+        calls.append((tensor.numel(), len(ready)))
         return all_reduce(tensor, *args, **kwargs)
 
     model = WRAPPERS[wrapper](plain())
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(heard.append)
-    dist.all_reduce = counting
-    try:
+        p.register_post_accumulate_grad_hook(ready.append)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_reduce", counting)
         step(model)
-    finally:
-        dist.all_reduce = all_reduce
-    return calls
-
-
-COLLECTIVES = {
-    "naive": 6,
-    "flat": 1,
-    "overlapped": 6,
-    "bucketed": 3,
-    "one bucket": 1,
-    "bucketed, no overlap": 3,
-}
-
-
-def test_collectives_are_counted_and_begin_when_they_should():
-    elements = sum(p.numel() for p in plain().parameters())
-    for wrapper, ranks in _by_point(_collectives, COLLECTIVES, 2).items():
-        calls = ranks[0]
-        assert len(calls) == COLLECTIVES[wrapper]
-        assert sum(n for n, _ in calls) == elements
-        begin_early = any(heard < 6 for _, heard in calls)
-        # one bucket is full with the last gradient
-        assert begin_early == (wrapper in ("overlapped", "bucketed")), wrapper
+    assert len(calls) == expected
+    assert sum(n for n, _ in calls) == sum(p.numel() for p in model.parameters())
+    begin_early = any(n_ready < 6 for _, n_ready in calls)
+    # One bucket is full with the last gradient.
+    assert begin_early == (wrapper in ("overlapped", "bucketed"))
 
 
 def test_buckets_are_filled_in_order_by_bytes_and_dtype():
@@ -779,7 +761,11 @@ def test_buckets_are_filled_in_order_by_bytes_and_dtype():
         assert len({mixed[index].dtype for index in bucket}) == 1
 
 
-def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize_in_backward():
+@on_ranks(3)
+@pytest.mark.parametrize("all_reduce", ["shared", "point_to_point"])
+def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize_in_backward(
+    all_reduce,
+):
     """SyncBatchNorm exchanges sums in the middle of backward, while a thread averages buckets of
     the same group."""
 
@@ -792,18 +778,16 @@ def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize
             nn.Sequential(*layers).double(), bucket_cap_mb=0.02, all_reduce=all_reduce
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(8):
+        for number in range(4):
             torch.manual_seed(100 * number + dist.get_rank())
             optimizer.zero_grad()
             model(torch.randn(5, 64, dtype=torch.float64)).square().sum().backward()
             optimizer.step()
-        return [p.detach().flatten()[:50].tolist() for p in model.parameters()]
+        return [p.detach() for p in model.parameters()]
 
-    def train_each():
-        return [train(all_reduce) for all_reduce in ("torch", "shared", "point_to_point")]
-
-    ranks = run_ranks(train_each, world_size=3, timeout_s=120)
-    assert ranks[0] == ranks[1] == ranks[2]
-    for trained in ranks[0][1:]:
-        for got, wanted in zip(trained, ranks[0][0], strict=True):
-            assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    trained = train(all_reduce)
+    for got, expected in zip(trained, train("torch"), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    checksums = [None] * dist.get_world_size()
+    dist.all_gather_object(checksums, [float(p.sum()) for p in trained])
+    assert checksums == [checksums[0]] * len(checksums), "parameters differ between ranks"

@@ -219,7 +219,7 @@ def _on_first(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
 
 def _toggled(*, at_first: bool) -> Callable[[nn.Module, int], None]:
     def toggle(model: nn.Module, step: int) -> None:
-        model[0].requires_grad_(at_first if step < 2 else not at_first)  # type: ignore[operator, index]
+        model[0].requires_grad_(at_first if step < 1 else not at_first)  # type: ignore[operator, index]
 
     return toggle
 
@@ -230,7 +230,7 @@ def _reorder(model: nn.Module, step: int) -> None:
 
 
 def _swap_in_average(model: nn.Module, step: int) -> None:
-    if step == 2:
+    if step == 1:
         parameters = list(model.parameters())
         numel = sum(p.numel() for p in parameters)
         vector_to_parameters(torch.linspace(-1, 1, numel, dtype=torch.float64), parameters)
