@@ -262,7 +262,7 @@ class Pipeline(nn.Module):
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor] = (),
         loss_function: Loss | None = None,
-        typical_count: float = 0.0,
+        typical_count: float = 1.0,
     ) -> Pass:
         stages = {}
         for stage in range(self.rank, len(self.stages), self.ranks):

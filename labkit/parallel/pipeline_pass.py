@@ -73,7 +73,7 @@ class Pass:
     `stages` has the layers of each stage, by its number; other ranks' stages are not in it.
     `inputs` and `targets` are those of each micro-batch, `recompute` as for `Pipeline`. Without
     a loss function it only goes forward. `typical_count`: the same number on all ranks that have
-    parts of a batch, by which they divide sums of losses; 0 if there are none.
+    parts of a batch, by which they divide sums of losses.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Pass:
         targets: Sequence[Tensor] = (),
         loss_function: Loss | None = None,
         *,
-        typical_count: float = 0.0,
+        typical_count: float = 1.0,
         recompute: bool = False,
     ) -> None:
         self._stages = stages
@@ -180,14 +180,12 @@ class Pass:
             raise ValueError(
                 f"expected a loss of one floating-point number, or (sum, count), got {got!s:.80}"
             )
-        if self.divisor == 0:
-            # The batch's count is known only after the last micro-batch, and backward passes begin
-            # before. Gradients are corrected then, by a factor that is 1 if all counts are equal.
-            self.divisor = len(self._inputs) * (float(count) or 1.0)
-            if self._typical_count and isinstance(result, tuple):
-                # Gradients meet those of other ranks before that, in ring attention and in FSDP's
-                # reduce-scatters: so all divide by the same number.
-                self.divisor = self._typical_count
+        # A batch's count is known only after the last micro-batch, and backward passes begin before.
+        # Gradients are corrected then. In ring attention and in FSDP's reduce-scatters they meet
+        # those of other ranks earlier: so all divide sums by the same number.
+        self.divisor = float(len(self._inputs))
+        if isinstance(result, tuple):
+            self.divisor = self._typical_count
         self.loss_sum += total.detach().reshape(())
         self.count += count
         return total.reshape(()) / self.divisor
@@ -278,7 +276,7 @@ def agree_on_batch(
     group: dist.ProcessGroup,
     data_group: dist.ProcessGroup | None,
 ) -> float:
-    """Check a batch; return the mean number of targets per batch of `data_group`, else 0.
+    """Check a batch; return the mean number of targets per batch of `data_group`, at least 1.
 
     What one pipeline refuses is refused by those of the other batches, too.
     """
@@ -292,14 +290,14 @@ def agree_on_batch(
 
     if data_group is None:
         agree_per_pass("inputs and targets", describe, group)
-        return 0.0
+        return max(1.0, targets.numel())
     problem: Exception | None = None
     try:
         agree_per_pass("inputs and targets", describe, group)
     except ValueError as error:
         problem = error
     counts = _agree_on_success("step", problem, data_group, [targets.numel()])
-    return sum(count for (count,) in counts) / len(counts)
+    return max(1.0, sum(count for (count,) in counts) / len(counts))
 
 
 def sum_over(
