@@ -180,9 +180,9 @@ class Pass:
             raise ValueError(
                 f"expected a loss of one floating-point number, or (sum, count), got {got!s:.80}"
             )
-        # A batch's count is known only after the last micro-batch, and backward passes begin before.
-        # Gradients are corrected then. In ring attention and in FSDP's reduce-scatters they meet
-        # those of other ranks earlier: so all divide sums by the same number.
+        # The number of targets that count is known only after the last micro-batch, and backward
+        # passes begin before: gradients are corrected then. In ring attention and in FSDP's
+        # reduce-scatters they meet those of other ranks earlier: so all divide by the same number.
         self.divisor = float(len(self._inputs))
         if isinstance(result, tuple):
             self.divisor = self._typical_count
