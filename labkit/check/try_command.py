@@ -39,6 +39,10 @@ def try_training(
     arguments: Annotated[
         list[str] | None, typer.Option("--set", help="An argument of the setup: batch=16.")
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=2, max=64, help="Train on this many ranks, in all ways."),
+    ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Print the changes that pay, as Python.")
     ] = False,
@@ -51,6 +55,8 @@ def try_training(
 ) -> None:
     """Measure your own training, and try changes to it: right first, then how much faster.
 
+    With --ranks: wrappers and stages of ZeRO, torch's and labkit's, instead of changes.
+
     Exit status: 0; 1 if a busy run was not saved; 3 if a step is slower than its baseline by more
     than 5%.
     """
@@ -59,7 +65,10 @@ def try_training(
     from labkit.lab.runs.measure import measure
     from labkit.studies.your_training import lab
 
-    values = {"file": setup, "arguments": parse_assignments(arguments or []), "changes": changes}
+    values: dict[str, Any] = {"file": setup, "arguments": parse_assignments(arguments or [])}
+    values |= {"changes": changes, "world_sizes": []}
+    if ranks is not None:
+        values |= {"changes": changes or [], "world_sizes": [ranks]}
     config = lab.LAB.configure("quick", values)
     summary = Summary(err if apply or as_json else out)
     with progress(lab.LAB.name) as show:
@@ -119,10 +128,15 @@ class Summary:
     def finish(self, run: "Run") -> None:
         """Print the changes, why others were not measured, and where the run is."""
         from labkit.studies.your_training import lab
+        from labkit.studies.your_training.rank_tables import STRATEGY
 
         if not self._has_step:
             _print_step(self._console, run)
         table = lab.gains(run.results())
+        if run.is_busy:
+            self._console.print(
+                "busy     other programs were at work: nothing below is a gain; measure again"
+            )
         if len(table):
             self._console.print("changes, each in turns with yours, gradients compared:")
         rows = []
@@ -130,16 +144,16 @@ class Summary:
             effect = ""
             if not row["is_exact"]:
                 effect = f"changes results: gradients by {100 * row['gradient_error']:.2g}%"
-            rows.append((f"  {row['change']}", lab.describe_gain(row), effect))
+            rows.append((f"  {row['change']}", lab.describe_gain(row, is_busy=run.is_busy), effect))
         print_table(rows, console=self._console)
-        for note in lab.CHANGE.failures(run.frame()):
+        _print_ranks(self._console, run)
+        failures = [*lab.CHANGE.failures(run.frame()), *STRATEGY.failures(run.frame())]
+        for note in failures:
             if note.status != "refused":
                 names = ", ".join(note.names)
                 self._console.print(f"  {names}: {note.status}: {note.reason}")
         for note in run.results().missing:
             self._console.print(f"not measured: {note.reason}")
-        if run.is_busy:
-            self._console.print("busy machine: measure again before you change anything")
         self._console.print(f"page     labkit report --run {run.name}")
 
     def print_change(self, change: "TrainingChange") -> None:
@@ -194,6 +208,34 @@ def _print_step(console: Any, run: "Run") -> None:
         peak = format_bytes(largest["peak_bytes"])
         held = f"{largest['holder']}, {largest['of_peak_percent']:.0f}%"
         console.print(f"memory   peak {peak}; most: {held}")
+
+
+def _print_ranks(console: Any, run: "Run") -> None:
+    """Print what each strategy does on several ranks, and which rank is late."""
+    from labkit.studies.your_training import lab
+    from labkit.studies.your_training.rank_tables import lateness, scaling
+
+    results = run.results()
+    rows = []
+    for row in scaling(results).to_dict("records"):
+        exposed = f"{format_seconds(row['exposed_s'])} exposed, {row['exposed_percent']:.0f}%"
+        rows.append(
+            (
+                f"  {lab.LAB.names[row['strategy']]}",
+                format_seconds(row["seconds"]),
+                f"{row['times_one_process']:.2f}x one process",
+                exposed,
+                f"holds {format_bytes(row['held_bytes'])}",
+            )
+        )
+    if rows:
+        n_ranks = results.frame["world_size"].max()
+        console.print(f"{n_ranks:.0f} ranks, checked against one process on the batches of all:")
+    print_table(rows, console=console)
+    for row in lateness(results).query("is_late").to_dict("records"):
+        ends = f"[{format_seconds(row['low'])}, {format_seconds(row['high'])}]"
+        later = f"{format_seconds(row['later_s'])} {ends} longer than the others, in {row['part']}"
+        console.print(f"late     rank {row['rank']}: {later}")
 
 
 def describe_found(found: Mapping[str, Any]) -> str:

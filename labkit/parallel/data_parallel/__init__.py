@@ -62,16 +62,24 @@ def register(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, 
 
 
 def wrap(
-    name: str, module: nn.Module, *, bucket_mb: float | None = None, finish_in_backward: bool = True
+    name: str,
+    module: nn.Module,
+    *,
+    bucket_mb: float | None = None,
+    finish_in_backward: bool = True,
+    find_unused: bool = False,
 ) -> nn.Module:
     """Wrap the module. torch's wrapper always finishes in backward.
 
-    `bucket_mb`: MiB of every bucket, the first included; None for the default. ValueError for an
+    `bucket_mb`: MiB of every bucket, the first included; None for the default. `find_unused`:
+    parameters may get no gradient. ValueError for an
     unknown name.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"expected one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     wrapper, options = IMPLEMENTATIONS[name]
+    if find_unused:
+        options = options | {"find_unused_parameters": True}
     if name in BUCKETED:
         options = options | {"bucket_cap_mb": bucket_mb}
     if name in OWN_NAMES:

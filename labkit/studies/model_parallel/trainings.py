@@ -67,7 +67,8 @@ class Problem:
         tokens = random_tokens(point.shape, point.batch, point.context_length, generator)
         self.inputs, self.targets = (each.to(device) for each in tokens)
         self.reference: Reference = train_in_one_process(
-            [Workload(self.build, self.loss)], AdamW, SETTINGS
+            [Workload(self.build, self.loss)],
+            lambda model: AdamW(model.parameters(), **SETTINGS),
         )
 
     def build(self) -> Transformer:

@@ -6,13 +6,12 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from labkit.bench.check import max_over_ranks, refusal_columns
@@ -23,13 +22,13 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.nn.training import Trainer, Workload, build_workload
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.sharding import is_distributed, whole_parameters
+from labkit.parallel.sharding import whole_parameters
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
+from labkit.studies.shared.held import held_bytes
 from labkit.studies.shared.sharding_strategies import LABKITS, shard
-from labkit.torch_private import tree_leaves
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
@@ -100,7 +99,10 @@ def _train_in_one_process(point: ShardingPoint, device: str) -> tuple[Workload, 
     """Return this rank's workload, and the parameters after a training in one process."""
     workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
     workloads[0] = workloads[0].copied()
-    reference = train_in_one_process(workloads, *OPTIMIZERS[point.optimizer])
+    optimizer, settings = OPTIMIZERS[point.optimizer]
+    reference = train_in_one_process(
+        workloads, lambda model: optimizer(model.parameters(), **settings)
+    )
     return Workload(workloads[0].build, workloads[dist.get_rank()].loss), reference
 
 
@@ -198,8 +200,7 @@ def _measure_one(
         trainer.forward()
         trainer.backward()
         trainer.optimizer.step()
-    tensors = _held_tensors(trainer.model, trainer.optimizer)
-    held = {f"{part}_bytes": _storage_bytes(tensors[part]) for part in PARTS}
+    held = held_bytes(trainer.model, trainer.optimizer)
     formula = {}
     if name in STAGES:
         states = state_bytes(n_parameters(SIZES[point.size]), name, dist.get_world_size())
@@ -212,28 +213,6 @@ def _measure_one(
     if max_over_ranks(float(reason is not None)) > 0:
         return held | formula | refusal_columns(reason or "another rank has no peak")
     return held | formula | {"peak_bytes": peak}
-
-
-def _held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return parameters, gradients and the optimizer's state that this rank holds between steps."""
-    # torch's sharded optimizer keeps its state in an optimizer of its shard.
-    inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]
-    state = [
-        leaf for each in (optimizer, *inner) for leaf in tree_leaves(list(each.state.values()))
-    ]
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return {"parameters": list(model.parameters()), "gradients": gradients, "optimizer": state}
-
-
-def _storage_bytes(leaves: Iterable[Any]) -> int:
-    """Return the bytes of the tensors' storages on this rank, each counted once."""
-    n_bytes: dict[int, int] = {}
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            local = leaf.to_local() if is_distributed(leaf) else leaf
-            storage = local.untyped_storage()
-            n_bytes[storage._cdata] = storage.nbytes()
-    return sum(n_bytes.values())
 
 
 def _no_peak_reason(peak: int | None, held: int) -> str | None:

@@ -227,12 +227,12 @@ class Reference:
 
 
 def train_in_one_process(
-    workloads: list[Workload], optimizer_class: type[Optimizer], settings: Mapping[str, Any]
+    workloads: list[Workload], make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> Reference:
     """Train two steps on the mean loss of all ranks' workloads."""
     model = workloads[0].build()
     start = _copy_parameters(model)
-    optimizer = optimizer_class(model.parameters(), **dict(settings))
+    optimizer = make_optimizer(model)
     for _ in range(STEPS):
         optimizer.zero_grad()
         for workload in workloads:

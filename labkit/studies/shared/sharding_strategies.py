@@ -32,35 +32,35 @@ def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
     return model
 
 
-def _plain(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
-    return optimizer(model.parameters(), **settings)
+def _plain(parameters: Any, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
+    return optimizer(parameters, **settings)
 
 
 def _foreach(
-    model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any
+    parameters: Any, optimizer: OptimizerClass, transport: str, **settings: Any
 ) -> Optimizer:
     # One call of each operator for all parameters, as in ShardedOptimizer: ZeRO-2 is compared with
     # it.
     from labkit.parallel.sharding.optimizer import may_use_foreach
 
-    built = _plain(model, optimizer, transport, **settings)
+    built = _plain(parameters, optimizer, transport, **settings)
     for group in filter(may_use_foreach, built.param_groups):
         group["foreach"] = True
     return built
 
 
 def _sharded(
-    model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any
+    parameters: Any, optimizer: OptimizerClass, transport: str, **settings: Any
 ) -> Optimizer:
-    return sharding.ShardedOptimizer(model.parameters(), optimizer, transport=transport, **settings)
+    return sharding.ShardedOptimizer(parameters, optimizer, transport=transport, **settings)
 
 
 def _torch_sharded(
-    model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any
+    parameters: Any, optimizer: OptimizerClass, _: str, **settings: Any
 ) -> Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(model.parameters(), optimizer, **settings)
+    return ZeroRedundancyOptimizer(parameters, optimizer, **settings)
 
 
 def _ddp(model: nn.Module, transport: str) -> nn.Module:
@@ -113,12 +113,9 @@ def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap
     def wrap(model: nn.Module, _: str) -> nn.Module:
         return _expect(nn.Module, "an nn.Module", alternative(model))
 
-    def make(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
-        return _expect(
-            Optimizer,
-            "a torch.optim.Optimizer",
-            alternative(model.parameters(), optimizer, **settings),
-        )
+    def make(parameters: Any, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
+        built = alternative(parameters, optimizer, **settings)
+        return _expect(Optimizer, "a torch.optim.Optimizer", built)
 
     IMPLEMENTATIONS[name] = (_ddp, make) if takes_an_optimizer(alternative) else (wrap, _plain)
     return IMPLEMENTATIONS
@@ -149,16 +146,18 @@ def shard(
     optimizer: OptimizerClass,
     *,
     transport: str = AUTO,
+    parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
     **settings: Any,
 ) -> tuple[nn.Module, Optimizer]:
     """Return the wrapped model and `optimizer(..., **settings)` of what this rank updates.
 
     A collective.
 
-    `transport` of labkit's strategies. ValueError for a name that is not in `IMPLEMENTATIONS`.
+    `transport` of labkit's strategies. `parameters`: of the wrapped model, or groups of them, that
+    the optimizer gets. ValueError for a name that is not in `IMPLEMENTATIONS`.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"expected one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     wrap, make = IMPLEMENTATIONS[name]
     wrapped = wrap(model, transport)
-    return wrapped, make(wrapped, optimizer, transport, **settings)
+    return wrapped, make(parameters(wrapped), optimizer, transport, **settings)

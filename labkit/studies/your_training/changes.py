@@ -63,17 +63,20 @@ def _loader_refusal(training: Training) -> str | None:
 def _use_workers(loop: Loop) -> None:
     loader: Any = loop.training.batches
     on_gpu = loop.training.device.type == "cuda"
-    loop.training.batches = DataLoader(
-        loader.dataset,
-        batch_sampler=loader.batch_sampler,
+    loop.training.batches = with_batch_sampler(
+        loader,
+        loader.batch_sampler,
         num_workers=_workers(),
         persistent_workers=True,
-        collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or on_gpu,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
     )
+
+
+def with_batch_sampler(loader: Any, batch_sampler: Any, **options: Any) -> DataLoader[Any]:
+    """Return a loader like this one, with another sampler of batches and these options."""
+    names = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "num_workers")
+    same = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, batch_sampler=batch_sampler, **(same | options))
 
 
 def _compile_refusal(training: Training) -> str | None:
@@ -115,15 +118,21 @@ def _use_fused_optimizer(loop: Loop) -> None:
 
 def with_option(optimizer: Optimizer, **options: Any) -> Optimizer:
     """Return a new optimizer of the same kind, groups and settings, with these options."""
+    groups, settings = constructor_arguments(optimizer)
     kind: Any = type(optimizer)
+    return kind([group | options for group in groups], **(settings | options))
+
+
+def constructor_arguments(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return groups and settings from which its class makes an optimizer like this one."""
     # Some defaults are set by the class itself, such as AdamW's decoupled weight decay.
-    names = set(inspect.signature(kind).parameters)
+    names = {*inspect.signature(type(optimizer)).parameters, "params"}
     groups = [
-        {name: value for name, value in (group | options).items() if name in names | {"params"}}
+        {name: value for name, value in group.items() if name in names}
         for group in optimizer.param_groups
     ]
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in names}
-    return kind(groups, **(defaults | options))
+    settings = {name: value for name, value in optimizer.defaults.items() if name in names}
+    return groups, settings
 
 
 def _one_thread_refusal(training: Training) -> str | None:
@@ -152,7 +161,11 @@ def threads(number: int) -> Iterator[None]:
 def _precision_refusal(training: Training) -> str | None:
     if training.device.type != "cuda":
         return "TF32 is arithmetic of NVIDIA GPUs"
-    if torch.get_float32_matmul_precision() != "highest":
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by torch's newer names, which the older ones cannot say
+        return "the precision of matmuls is set already"
+    if precision != "highest":
         return "the precision of matmuls is set already"
     if torch.cuda.get_device_capability(training.device) < (8, 0):
         return "the GPU has no TF32"

@@ -10,14 +10,17 @@ import numpy as np
 import pandas as pd
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Seconds, TimedConfig, one_of
-from labkit.lab.declaration import Lab
+from labkit.lab.config import ParameterError, Seconds, SeveralRanks, TimedConfig, one_of
+from labkit.lab.declaration import Lab, Say
 from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
-from labkit.studies.shared.tables import in_order
+from labkit.parallel.data_parallel import TORCH
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.studies.shared.tables import in_order, join
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.loop import BACKWARD, PARTS
+from labkit.studies.your_training.rank_tables import NAMES, STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import (
     STEP,
@@ -39,11 +42,13 @@ class YourTrainingConfig(TimedConfig):
     """Arguments of the setup, for example {"batch": 16}."""
     changes: list[ChangeName] = list(CHANGES)
     """Changes to try, each in turns with the training as it is."""
+    world_sizes: list[SeveralRanks] = [2]
+    """Numbers of ranks on which wrappers and stages of ZeRO are tried."""
     rounds_s: Seconds | None = 5.0
 
 
 def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainingPoint]:
-    """Plan the step as it is, then all changes in one process, which knows what pays together."""
+    """Plan the step as it is, all changes in one process, which knows what pays together, ranks."""
     shared: dict[str, Any] = {
         "file": absolute_target(config.file) if config.file else "",
         "arguments": tuple(sorted(config.arguments.items())),
@@ -51,6 +56,16 @@ def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainin
     yield YourTrainingPoint.of(config, sweep="step", changes=(), **shared)
     if config.changes:
         yield YourTrainingPoint.of(config, sweep="changes", **shared)
+    for world_size in config.world_sizes:
+        backend = machine.backend(machine.device("auto"), ranks_here(world_size))
+        ranks = {"world_size": world_size, "backend": backend}
+        yield YourTrainingPoint.of(config, sweep="ranks", changes=(), **ranks, **shared)
+
+
+def _expect_file(config: YourTrainingConfig, say: Say) -> None:
+    """ParameterError without a file; the setup of a notebook comes with `lab_on`."""
+    if config.file is None:
+        raise ParameterError("expected a setup: --set file=train.py:setup, or the notebook's cell")
 
 
 PART = Metric("seconds", "part", (), where={"kind": "part"})
@@ -59,7 +74,6 @@ MIN_LINE_SHARE = 0.03
 """Share of a step below which a line is not worth a row."""
 MAX_LINES = 5
 MAX_HOLDERS = 8
-
 
 FOUND = (
     *("model", "n_parameters", "dtype", "device", "batch_shape", "optimizer", "has_own_optimizer"),
@@ -81,12 +95,6 @@ def parts(results: Results) -> pd.DataFrame:
     table = in_order(PART.medians(results.frame), "part", (*PARTS, STEP))
     step_s = table.loc[table["part"] == STEP, "seconds"].sum()
     return table.assign(of_step_percent=100 * table["seconds"] / step_s)
-
-
-def parts_alone(results: Results) -> pd.DataFrame:
-    """Return the parts of a step without the whole."""
-    table = parts(results)
-    return table[table["part"] != STEP]
 
 
 def lines(results: Results) -> pd.DataFrame:
@@ -153,7 +161,7 @@ def gains(results: Results) -> pd.DataFrame:
     ratios_by_question = [
         CHANGE.ratios_to(YOURS, results.frame, among) for among in ([*CHANGES], [TOGETHER])
     ]
-    table = pd.concat(ratios_by_question).merge(about, on="change")
+    table = join(pd.concat(ratios_by_question), about, ["change"], "left")
     samples = CHANGE.samples(results.frame)
     yours_s = samples[samples["change"] == YOURS].groupby("session")["seconds"].median()
     ratios = table[["ratio", "high", "low"]].astype(float)
@@ -191,10 +199,16 @@ def code(results: Results) -> str:
     return "\n".join(blocks) or "# nothing that was tried makes this training faster\n"
 
 
-def describe_gain(row: Any) -> str:
-    """What a row of `gains` says: "31 to 36% less time", "no difference shown: 4% less [-1, 9]"."""
+def describe_gain(row: Any, *, is_busy: bool = False) -> str:
+    """What a row of `gains` says: "31 to 36% less time", "no difference shown: 4% less [-1, 9]".
+
+    Of a busy run: "34% less [31, 36]", as other programs may have made the difference.
+    """
     low = round(row["less_low_percent"])
     high = round(row["less_high_percent"])
+    estimate = f"{row['less_percent']:.0f}% less [{low}, {high}]"
+    if is_busy:
+        return estimate
     if row["verdict"] == "faster":
         text = f"{low}% less time" if low == high else f"{low} to {high}% less time"
         if not math.isnan(row["pays_after_steps"]):
@@ -202,7 +216,7 @@ def describe_gain(row: Any) -> str:
         return text
     if row["verdict"] == "slower":
         return f"{-high} to {-low}% more time"
-    return f"no difference shown: {row['less_percent']:.0f}% less [{low}, {high}]"
+    return f"no difference shown: {estimate}"
 
 
 LAB = Lab(
@@ -210,13 +224,19 @@ LAB = Lab(
     title="Your own training",
     summary="What a step of your own training costs, and what each change to it would gain.",
     config=YourTrainingConfig,
-    smoke={"changes": ["fused optimizer", "autocast to bfloat16"], "rounds_s": 0.5},
+    smoke={
+        "changes": ["fused optimizer", "autocast to bfloat16"],
+        "world_sizes": [],
+        "rounds_s": 0.5,
+    },
     preload=("torch._inductor.compile_fx",),
     worker=measure,
     points=points,
-    alternatives=("change",),
+    prepare=_expect_file,
+    alternatives=("change", "strategy"),
     names={
         YOURS: "your training",
+        **NAMES,
         **{name: change.title for name, change in CHANGES.items()},
     },
     questions=[
@@ -226,7 +246,7 @@ LAB = Lab(
             table=parts,
             pick=lambda table: table[table["part"] != STEP]["seconds"].idxmax(),
             says="{part} takes most of a step: {seconds}, {of_step_percent}%.",
-            figure=Bars(source=parts_alone, x="part", y="seconds"),
+            figure=Bars(source=lambda results: parts(results).iloc[:-1], x="part", y="seconds"),
         ),
         Report(
             id="lines",
@@ -269,10 +289,32 @@ LAB = Lab(
             says="{flops} per step are {flops_per_s}, {mfu_percent}% of this machine's matmuls.",
             needs_calibration=True,
         ),
+        Compare(
+            id="ranks",
+            text="On several ranks, which wrapper or stage of ZeRO makes a step faster?",
+            metric=STRATEGY,
+            baseline=TORCH,
+            noun="strategy",
+            advice="On several ranks, train with {name}.",
+            figure=Bars(x="strategy", y="ratio"),
+        ),
+        Report(
+            id="scaling",
+            text="How much more do several ranks process, and what communication is exposed?",
+            table=scaling,
+            pick=lambda table: table.index[0],
+            configuration=("world_size",),
+            says=(
+                "With {strategy}, {world_size} ranks process {times_one_process} times as much as"
+                " one process; {exposed_percent}% of a step is exposed communication."
+            ),
+            figure=Bars(x="strategy", y="exposed_s"),
+        ),
     ],
 )
 
 
 def lab_on(setup: Callable[..., Any]) -> Lab:
     """Return this lab on a setup of a notebook, which is sent to the rank."""
-    return replace(LAB, worker=partial(measure, setup=setup))
+    worker = partial(measure, setup=setup)
+    return replace(LAB, worker=worker, prepare=lambda config, say: None)

@@ -5,7 +5,7 @@ with loop.turn():
     loop.take_batch(); loop.forward(); loop.backward(); loop.update()     # or loop.step()
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,3 +137,16 @@ class Loop:
         }
         self.training.optimizer.zero_grad()
         return loss, gradients
+
+
+@contextmanager
+def taking_turns(loops: Mapping[str, Loop]) -> Iterator[Callable[[str], None]]:
+    """Yield a function that ends the turn of one loop and begins that of another, by name."""
+    with ExitStack() as turn:
+
+        def begin(name: str) -> None:
+            turn.close()
+            turn.enter_context(loops[name].turn())
+            loops[name].reach_steady_state()
+
+        yield begin

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.studies.your_training.changes import CHANGES, apply_all
 from labkit.studies.your_training.check import compare_results
 from labkit.studies.your_training.lines import line_rows
-from labkit.studies.your_training.loop import PARTS, Loop
+from labkit.studies.your_training.loop import PARTS, Loop, taking_turns
 from labkit.studies.your_training.memory import memory_rows
+from labkit.studies.your_training.ranks import measure_ranks
 from labkit.studies.your_training.setup import (
     SetupError,
     Training,
@@ -47,7 +48,7 @@ Setup = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class YourTrainingPoint(TimedPoint):
-    """A setup, and what of it is measured: "step" or "changes"."""
+    """A setup, and what of it is measured: "step", "changes" or "ranks"."""
 
     sweep: str
     file: str = ""
@@ -75,7 +76,11 @@ def measure(point: YourTrainingPoint, setup: Setup | None = None) -> Iterator[di
         if function is None:
             raise SetupError("expected a setup, such as --set file=train.py:setup")
         bench = Bench(point, function)
-        sweeps = {"step": bench.measure_step, "changes": bench.measure_changes}
+        sweeps: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+            "step": bench.measure_step,
+            "changes": bench.measure_changes,
+            "ranks": partial(measure_ranks, bench.build, point.seed, point.rounds),
+        }
         yield from sweeps[point.sweep]()
     except SetupError as error:
         yield {"status": "refused", "reason": str(error)}
@@ -168,13 +173,7 @@ class Bench:
                 step_s = time.perf_counter() - start
         most_prefetched = max(loop.prefetched for loop in loops.values())
         calls = max(1, min(MAX_CALLS, round(TURN_S / step_s)), most_prefetched)
-        with ExitStack() as turn:
-
-            def begin(name: str) -> None:
-                turn.close()
-                turn.enter_context(loops[name].turn())
-                loops[name].reach_steady_state()
-
+        with taking_turns(loops) as begin:
             return time_interleaved(
                 {name: loop.step for name, loop in loops.items()},
                 device=yours.training.device,

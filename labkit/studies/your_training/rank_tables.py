@@ -1,0 +1,107 @@
+"""Tables of your training on several ranks: throughput, exposed communication, memory, lateness."""
+
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench.intervals import estimate_paired
+from labkit.costs.memory import PARTS as HELD_PARTS
+from labkit.lab.metric import Metric, Results
+from labkit.parallel.data_parallel import LOCAL
+from labkit.studies.shared.sharding_strategies import TORCHS
+from labkit.studies.shared.tables import add_up
+from labkit.studies.shared.wrapper_names import WRAPPER_NAMES
+from labkit.studies.your_training.worker import STEP
+
+_, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
+NAMES = {
+    **WRAPPER_NAMES,
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "FSDP (ZeRO-3)",
+    TORCH_ZERO1: "torch's ZeRO-1",
+    TORCH_ZERO3: "torch's FSDP",
+}
+MIN_LATE_SHARE = 0.1
+"""Share of a step by which a rank must be later than the others to be named."""
+
+
+def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per step of a rank: the sum of its parts."""
+    return add_up(rows, ["world_size", "strategy", "rank", "repeat"])
+
+
+WHERE = {"kind": "rank part"}
+STRATEGY = Metric(
+    "seconds", "strategy", ("world_size",), where=WHERE, prepare=_add_parts, without=(LOCAL,)
+)
+WITH_LOCAL = Metric("seconds", "strategy", ("world_size",), where=WHERE, prepare=_add_parts)
+
+
+def scaling(results: Results) -> pd.DataFrame:
+    """What each strategy does on several ranks, the fastest first.
+
+    `times_one_process`: its throughput over that of one process with all cores. `exposed_s`: what a
+    step takes longer than the same step without communication. `held_bytes`: of parameters,
+    gradients and optimizer states, on the rank that holds most.
+    """
+    samples = WITH_LOCAL.samples(results.frame)
+    columns = ["world_size", "strategy", "seconds", "times_one_process"]
+    columns += ["exposed_s", "exposed_percent", "held_bytes"]
+    if samples.empty:
+        return pd.DataFrame(columns=columns)
+    keys = ["world_size", "repeat"]
+    local = samples.loc[samples["strategy"] == LOCAL, [*keys, "seconds"]]
+    rounds = samples[samples["strategy"] != LOCAL]
+    rounds = rounds.merge(local, on=keys, suffixes=("", "_local"))
+    # The difference of each round: slow minutes of the machine slow both.
+    rounds["exposed_s"] = rounds["seconds"] - rounds["seconds_local"]
+    groups = rounds.groupby(["world_size", "strategy"])[["seconds", "exposed_s"]]
+    # No step is faster for communicating: less than nothing is noise.
+    table = (
+        groups.median()
+        .clip(lower=0)
+        .reset_index()
+        .merge(_held(results), on=["world_size", "strategy"])
+    )
+    alone = results.rows(["seconds"], kind="part", part=STEP)["seconds"].astype(float).median()
+    table["times_one_process"] = table["world_size"] * alone / table["seconds"]
+    table["exposed_percent"] = 100 * table["exposed_s"] / table["seconds"]
+    return table[columns].sort_values("seconds", ignore_index=True)
+
+
+def _held(results: Results) -> pd.DataFrame:
+    """Return the bytes that a strategy's rank holds from step to step, the most of any rank."""
+    parts = [f"{part}_bytes" for part in HELD_PARTS]
+    rows = results.rows(["world_size", "strategy", *parts], **WHERE).dropna()
+    held = rows.assign(held_bytes=rows[parts].astype(float).sum(axis=1))
+    return held.groupby(["world_size", "strategy"])["held_bytes"].max().reset_index()
+
+
+def lateness(results: Results) -> pd.DataFrame:
+    """How much longer each rank takes than the others for a step without communication.
+
+    `later_s`, with its interval: compared with the median of the others. `part`: where most of it
+    is. `is_late`: by a share of a step that others would wait for.
+    """
+    columns = ["world_size", "rank", "later_s", "low", "high", "part", "is_late"]
+    rows = results.rows(
+        ["world_size", "rank", "repeat", "part", "seconds"], strategy=LOCAL, **WHERE
+    ).dropna()
+    table = []
+    for world_size, ranks in rows.groupby("world_size"):
+        parts = ranks.pivot_table(index=["part", "repeat"], columns="rank", values="seconds")
+        steps = parts.groupby("repeat").sum()
+        for rank in steps:
+            later = _behind_others(steps, rank)
+            estimate = estimate_paired(later.to_numpy(float))
+            part = _behind_others(parts, rank).groupby("part").median().idxmax()
+            is_late = estimate.low > MIN_LATE_SHARE * steps.drop(columns=rank).median(axis=None)
+            ends = (estimate.value, estimate.low, estimate.high)
+            table.append((world_size, rank, *ends, part, is_late))
+    return pd.DataFrame(table, columns=columns)
+
+
+def _behind_others(seconds: pd.DataFrame, rank: Any) -> pd.Series:
+    """Seconds of a rank, by row, minus the median of the other ranks' in the same round."""
+    return seconds[rank] - seconds.drop(columns=rank).median(axis=1)
