@@ -19,7 +19,9 @@ from labkit.check.comparison import ERROR_OVER_MAD, judge_levels
 from labkit.check.facts import Difference, differences
 from labkit.lab.project import write_file
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.studies.your_training.lab import LAB, PART
+from labkit.studies.your_training.lab import LAB, PART, found
+from labkit.studies.your_training.loop import INPUT
+from labkit.studies.your_training.worker import STEP, YARDSTICK
 
 MIN_RUNS = 3
 """Saved runs that show how a machine varies. A virtual machine took 1.2 to 1.8 times as long for an
@@ -66,12 +68,42 @@ def compare_with_baseline(run: Run) -> TrainingChange | None:
 
 def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:
     """Return the change of each part of a step from the runs of a baseline to a new one."""
-    samples = [PART.samples(one.frame()) for one in (*baseline, run)]
+    runs = (*baseline, run)
+    speeds = _slowness(runs)
+    samples = [_at_equal_speed(one, speed) for one, speed in zip(runs, speeds, strict=True)]
     logs = [one.assign(log=np.log(one["seconds"])).groupby("part")["log"] for one in samples]
     levels = pd.concat([one.median() for one in logs], axis=1, keys=range(len(logs)))
     explained = pd.concat([one.agg(_median_variance) for one in logs], axis=1).mean(axis=1)
     noise = pd.Series(0.0, index=levels.index)
     return judge_levels(levels, explained, noise, n_compared=len(levels))
+
+
+def _slowness(runs: Sequence[Run]) -> list[float]:
+    """Return how much slower the cores were in each run than in the middle one, by the yardstick.
+
+    1 for all if a run lacks it, and on a GPU, whose clock it does not follow.
+    """
+    medians = []
+    for run in runs:
+        results = run.results()
+        seconds = results.rows(["seconds"], kind=YARDSTICK)["seconds"].astype(float)
+        is_on_cpu = (found(results)["device"] == "cpu").all()
+        medians.append(seconds.median() if is_on_cpu else np.nan)
+    if np.isnan(medians).any():
+        return [1.0] * len(runs)
+    return list(np.array(medians) / np.median(medians))
+
+
+def _at_equal_speed(run: Run, slowness: float) -> pd.DataFrame:
+    """Return the samples of the parts as they would be on cores of the baseline's speed.
+
+    The wait for input is left as it is: a disk or a network takes as long on slow cores.
+    """
+    samples = PART.samples(run.frame()).pivot(index="repeat", columns="part", values="seconds")
+    parts = samples.drop(columns=STEP)
+    parts = parts.apply(lambda part: part if part.name == INPUT else part / slowness)
+    parts[STEP] = parts.sum(axis=1)
+    return parts.melt(value_name="seconds")
 
 
 def _median_variance(logs: pd.Series) -> float:

@@ -20,7 +20,7 @@ def _home(monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
 
 
-def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None):
+def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None, cores=1.0):
     """The recorded run as another day would have it: each part a little faster or slower."""
     (path,) = (recorded_directory() / "your_training").glob("*.jsonl")
     run = Run.load(path)
@@ -28,10 +28,14 @@ def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None):
     rows = []
     for row in run.rows:
         if row.values.get("kind") == "part":
-            factor = np.exp(rng.normal(0, DRIFT)) * (slower or {}).get(row.values["part"], 1.0)
+            part = row.values["part"]
+            factor = np.exp(rng.normal(0, DRIFT)) * (slower or {}).get(part, 1.0)
+            factor *= 1.0 if part == "input" else cores
             seconds = [factor * one for one in row.values["seconds"]]
             row = row.model_copy(update={"values": row.values | {"seconds": seconds}})
         rows.append(row)
+    yardstick = [cores * (0.004 + 1e-6 * one) for one in range(20)]
+    rows.append(rows[-1].model_copy(update={"values": {"kind": "yardstick", "seconds": yardstick}}))
     machine = run.header.machine
     versions = machine.versions | ({"torch": torch} if torch else {})
     machine = machine.model_copy(update={"versions": versions, "cpu": cpu or machine.cpu})
@@ -56,11 +60,23 @@ def test_an_unchanged_training_is_rarely_said_to_have_changed(tmp_path):
     assert sum(verdict != "no change shown" for verdict in verdicts) <= 2  # of 100
 
 
+@pytest.mark.parametrize("cores", [0.6, 1.7])
+def test_slow_cores_make_no_part_slower_and_hide_none(tmp_path, cores):
+    for number in range(4):
+        save_training(run_of(tmp_path, number))
+    unchanged = compare_with_baseline(run_of(tmp_path, 50, cores=cores))
+    assert {*unchanged.parts["verdict"]} == {"no change shown"}
+    slower = compare_with_baseline(run_of(tmp_path, 51, cores=cores, slower={"forward": 1.4}))
+    assert slower.parts.loc["forward", "verdict"] == "slower"
+    assert slower.parts.loc["forward", "ratio"] == pytest.approx(1.4, rel=0.1)
+
+
 def test_a_slower_part_is_named_with_its_size(tmp_path):
     for number in range(4):
         save_training(run_of(tmp_path, number))
     change = compare_with_baseline(run_of(tmp_path, 50, slower={"backward": 1.3}))
-    assert list(change.parts.index[change.parts["verdict"] == "slower"]) == ["backward"]
+    # The step has its backward pass in it.
+    assert list(change.parts.index[change.parts["verdict"] == "slower"]) == ["backward", "step"]
     backward = change.parts.loc["backward"]
     assert backward["low"] < 1.3 < backward["high"]
     assert change.is_slower

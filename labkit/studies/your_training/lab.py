@@ -229,6 +229,7 @@ LAB = Lab(
         "world_sizes": [],
         "rounds_s": 0.5,
     },
+    on_gpu={"world_sizes": [2]},  # up to the number of GPUs
     preload=("torch._inductor.compile_fx",),
     worker=measure,
     points=points,

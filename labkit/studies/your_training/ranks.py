@@ -148,11 +148,9 @@ class Rank:
 
         def describe() -> dict[str, Any]:
             training = make()
-            backend = dist.get_backend()
-            if (backend == "nccl") != (training.device.type == "cuda"):
-                place = "a GPU" if backend == "nccl" else "the CPU"
+            if dist.get_backend() == "nccl" and training.device.type != "cuda":
                 raise SetupError(
-                    f"expected the model on {place}, where these ranks are, got {training.device}"
+                    f"expected the model on a GPU, as ranks are, got {training.device}"
                 )
             unused.extend(check_first_step(training)[1])
             names = [name for name, _ in training.model.named_parameters()]

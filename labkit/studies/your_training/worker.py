@@ -29,10 +29,12 @@ from labkit.studies.your_training.setup import (
     check_first_step,
     load_setup,
 )
+from labkit.studies.your_training.yardstick import time_yardstick
 from labkit.torch_private import tree_leaves
 
 YOURS = "yours"
 STEP = "step"
+YARDSTICK = "yardstick"
 TOGETHER = "all that pay"
 MIN_GAIN = 0.03
 """Share of a step below which a change does not pay, whatever its interval says."""
@@ -107,12 +109,15 @@ class Bench:
         warmup = self.point.warmup + loop.prefetched
         options = self.point.rounds | {"warmup": warmup}
         device = training.device
+        yardstick_s = time_yardstick()
         with loop.turn():
             samples = time_parts_interleaved({YOURS: loop.parts}, device=device, **options)[YOURS]
             steps = [sum(parts) for parts in zip(*(samples[part] for part in PARTS), strict=True)]
             for part, seconds in (*samples.items(), (STEP, steps)):
                 threads = torch.get_num_threads()
                 yield {"kind": "part", "part": part, "seconds": seconds, "threads": threads}
+            # Not between the steps: workers of a loader would go on in the meantime.
+            yield {"kind": YARDSTICK, "seconds": yardstick_s + time_yardstick()}
             if device.type == "cpu":
                 n_steps = max(3, round(LINES_S / float(np.median(steps))))
                 yield from ({"kind": "line"} | row for row in line_rows(loop, n_steps))

@@ -1,0 +1,276 @@
+"""What `labkit try` says about causes that were planted, with the size that a plain loop measures.
+
+    python benchmarks/planted_causes.py            # causes, a minute or two on two quiet cores
+    python benchmarks/planted_causes.py --runs 10  # a change that changes nothing, ten times
+
+A cause is the difference between two setups of a generated file, `planted` and `clean`. Its true
+size is the difference between their steps, in turns, by a loop without labkit. Exits 1 if another
+line or part is named first, or with a size that is off by more than 15%.
+"""
+
+import argparse
+import importlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from labkit.lab.runs.measure import measure as measure_lab
+from labkit.lab.runs.store import Run
+from labkit.studies.your_training import lab
+from labkit.studies.your_training.changes import CHANGES, Change
+from labkit.studies.your_training.worker import measure
+
+WITHIN = 0.15
+TRUE_ROUNDS = 25
+NOTHING = "nothing"
+FILE = """
+import time
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+
+class Attention(nn.Module):
+    def __init__(self, by_hand):
+        super().__init__()
+        self.by_hand = by_hand
+
+    def forward(self, x):
+        if self.by_hand:
+            x = x + (x @ x.transpose(-2, -1) / 8).softmax(-1) @ x  # attention by hand
+        return x
+
+
+class PerRow(nn.Module):
+    def __init__(self, is_slow):
+        super().__init__()
+        self.is_slow = is_slow
+
+    def forward(self, x):
+        if self.is_slow:
+            x = x + torch.stack([row * row.std() for row in x])  # a loop over the batch
+        return x
+
+
+def net(*middle):
+    return nn.Sequential(nn.Linear(64, 64), *middle, nn.Linear(64, 64))
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def sleeping(batches):
+    time.sleep(0.02)  # a slow disk
+    return torch.stack(batches)
+
+
+def loader(collate):
+    return DataLoader(list(torch.randn(256, 64)), batch_size=8, collate_fn=collate)
+
+
+def twice(model, x):
+    mean_square(model, x)  # an unused forward
+    return mean_square(model, x)
+
+
+def with_item(model, x):
+    loss = mean_square(model, x)
+    loss.item()  # needless
+    return loss
+
+
+def adam(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-6, **options)
+
+
+def returned(model, batches, loss, **options):
+    return model, batches, loss, adam(model, **options)
+
+
+wide = lambda: nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))
+many = lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(150)])
+tokens = torch.randn(4, 1024, 64)
+rows = torch.randn(256, 64)
+few = torch.randn(4, 32)
+
+
+def loader_planted(): return returned(net(), loader(sleeping), mean_square)
+def loader_clean(): return returned(net(), loader(torch.stack), mean_square)
+def attention_planted(): return returned(net(Attention(True)), [tokens], mean_square)
+def attention_clean(): return returned(net(Attention(False)), [tokens], mean_square)
+def loop_planted(): return returned(net(PerRow(True)), [rows], mean_square)
+def loop_clean(): return returned(net(PerRow(False)), [rows], mean_square)
+def unused_planted(): return returned(wide(), [tokens], twice)
+def unused_clean(): return returned(wide(), [tokens], mean_square)
+def item_planted(): return returned(wide(), [tokens], with_item)
+def item_clean(): return returned(wide(), [tokens], mean_square)
+def optimizer_planted(): return returned(many(), [few], mean_square, foreach=False)
+def optimizer_clean(): return returned(many(), [few], mean_square, fused=True)
+"""
+
+
+class Named(NamedTuple):
+    """What a page names first, and its seconds."""
+
+    name: str
+    seconds: float
+
+
+def first_part(run: Run) -> Named:
+    """The part that takes most of a step."""
+    table = lab.parts(run.results())
+    row = table[table["part"] != "step"].sort_values("seconds").iloc[-1]
+    return Named(row["part"], row["seconds"])
+
+
+def first_line(run: Run) -> Named:
+    """The line that takes most of a step."""
+    row = lab.lines(run.results()).iloc[0]
+    return Named(_text_of(row["line"]), row["seconds"])
+
+
+def first_unused(run: Run) -> Named:
+    """The line of which most is unused."""
+    table = lab.lines(run.results()).sort_values("unused_s")
+    row = table.iloc[-1]
+    return Named(_text_of(row["line"]), row["unused_s"])
+
+
+def first_gain(run: Run) -> Named:
+    """The change that gains most."""
+    table = lab.gains(run.results()).query("verdict == 'faster'")
+    if table.empty:
+        return Named("", 0.0)
+    return Named(table["change"].iloc[0], table["saved_s"].iloc[0])
+
+
+def item_line(run: Run) -> Named:
+    """The needless `.item()`, if it is named at all: on a CPU nothing waits for it."""
+    lines = lab.lines(run.results())
+    rows = lines[[_text_of(line) == "needless" for line in lines["line"]]]
+    return Named("needless", rows["seconds"].iloc[0]) if len(rows) else Named("", 0.0)
+
+
+CAUSES: dict[str, tuple[Callable[[Run], Named], str, list[str]]] = {
+    "loader": (first_part, "input", []),
+    "attention": (first_line, "attention by hand", []),
+    "loop": (first_line, "a loop over the batch", []),
+    "unused": (first_unused, "an unused forward", []),
+    "optimizer": (first_gain, "fused optimizer", ["fused optimizer", "one thread"]),
+    "item": (item_line, "", []),
+}
+"""By cause: what reads a run, the name to expect, and the changes that are tried."""
+
+
+def _text_of(line: str) -> str:
+    """The comment of a line of the generated file, by which it is recognized."""
+    number = int(line.partition(":")[2])
+    return FILE.splitlines()[number - 1].partition("# ")[2]
+
+
+def true_size(module: Any, cause: str) -> float:
+    """Median difference between the steps of the two setups, in seconds."""
+    steps = []
+    for kind in ("planted", "clean"):
+        model, batches, loss, optimizer = getattr(module, f"{cause}_{kind}")()
+        steps.append(_stepper(model, batches, loss, optimizer))
+    differences = []
+    for number in range(TRUE_ROUNDS + 3):
+        planted_s, clean_s = (_seconds(step) for step in steps)
+        if number >= 3:
+            differences.append(planted_s - clean_s)
+    return median(differences)
+
+
+def _stepper(model: Any, batches: Any, loss: Any, optimizer: Any) -> Callable[[], None]:
+    def forever() -> Any:
+        while True:
+            yield from batches
+
+    source = forever()
+
+    def step() -> None:
+        value = loss(model, next(source))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def check_causes(folder: Path) -> int:
+    """Print a line per cause; return how many are missed."""
+    file = folder / "planted_file.py"
+    file.write_text(FILE)
+    sys.path.insert(0, str(folder))
+    module = importlib.import_module(file.stem)
+    missed = 0
+    for cause, (read, expected, changes) in CAUSES.items():
+        values = {"file": f"{file}:{cause}_planted", "changes": changes, "world_sizes": []}
+        config = lab.LAB.configure("quick", values)
+        run = measure_lab(lab.LAB, config, profile="quick", directory=folder)
+        found = read(run)
+        actual_s = true_size(module, cause)
+        is_right = found.name == expected
+        if expected:
+            is_right &= abs(found.seconds / actual_s - 1) <= WITHIN
+        missed += not is_right
+        word = "met" if is_right else "MISSED"
+        print(
+            f"{cause:10} {found.name or 'not named':24} {1e3 * found.seconds:8.2f} ms,"
+            f" in truth {1e3 * actual_s:8.2f} ms: {word}",
+            flush=True,
+        )
+    return missed
+
+
+def measure_with_nothing(point: Any) -> Any:
+    """The lab's worker, with a change that changes nothing."""
+    CHANGES[NOTHING] = Change(lambda loop: None, lambda training: None, "", "")  # type: ignore[index]
+    return measure(point)
+
+
+def check_nothing(folder: Path, n_runs: int) -> int:
+    """Print what a change that changes nothing gains in each run; return 0 if at most one does."""
+    file = folder / "planted_file.py"
+    file.write_text(FILE)
+    CHANGES[NOTHING] = Change(lambda loop: None, lambda training: None, "", "")  # type: ignore[index]
+    study = replace(lab.LAB, worker=measure_with_nothing)
+    verdicts = []
+    for number in range(n_runs):
+        values = {"file": f"{file}:attention_clean", "changes": [NOTHING], "world_sizes": []}
+        config = study.configure("quick", values | {"seed": number})
+        results = measure_lab(study, config, profile="quick", directory=folder).results()
+        (row,) = lab.gains(results).to_dict("records")
+        verdicts.append(row["verdict"])
+        print(f"run {number}: {lab.describe_gain(row)}", flush=True)
+    n_false = sum(verdict != "no difference shown" for verdict in verdicts)
+    print(f"{n_false} false gains or losses in {n_runs} runs")
+    return max(0, n_false - 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=0, help="runs of a change that changes nothing")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.runs:
+            return check_nothing(Path(folder), options.runs)
+        return check_causes(Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main()))
