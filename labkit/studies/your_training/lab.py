@@ -22,13 +22,7 @@ from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.loop import BACKWARD, PARTS
 from labkit.studies.your_training.rank_tables import NAMES, STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
-from labkit.studies.your_training.worker import (
-    STEP,
-    TOGETHER,
-    YOURS,
-    YourTrainingPoint,
-    measure,
-)
+from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
 ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 

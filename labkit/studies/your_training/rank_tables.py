@@ -9,8 +9,7 @@ from labkit.costs.memory import PARTS as HELD_PARTS
 from labkit.lab.metric import Metric, Results
 from labkit.parallel.data_parallel import LOCAL
 from labkit.studies.shared.sharding_strategies import TORCHS
-from labkit.studies.shared.tables import add_up
-from labkit.studies.shared.wrapper_names import WRAPPER_NAMES
+from labkit.studies.shared.tables import WRAPPER_NAMES, add_up
 from labkit.studies.your_training.worker import STEP
 
 _, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
