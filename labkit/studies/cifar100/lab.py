@@ -96,24 +96,19 @@ class CifarConfig(LabConfig):
 
 
 def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
-    """Plan one point per seed. ParameterError for an archive that is incomplete or not in
-    CIFAR-100's format."""
+    """Plan one point per seed. ParameterError for an archive that is not CIFAR-100's."""
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cuda" or name != TORCH_SYNC]
     if not names:
         raise ParameterError(
             "cifar100: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors"
         )
-    dataset = CIFAR100 if config.archive else config.dataset
+    dataset = config.dataset
+    md5 = None if dataset == DIGITS else CIFAR100_MD5
     if config.archive is not None:
+        dataset = CIFAR100
         _check_archive(Path(config.archive), "parameter 'archive': ")
-    md5 = (
-        None
-        if dataset == DIGITS
-        else CIFAR100_MD5
-        if config.archive is None
-        else file_md5(Path(config.archive))
-    )
+        md5 = file_md5(Path(config.archive))
     about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names}
     point = partial(TrainingPoint.on, machine, config, config.world_size, **about)
     return [point(seed=seed, has_memory=seed == config.seeds[0]) for seed in config.seeds]
@@ -148,8 +143,7 @@ def _select_last_epochs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _compute_median_epochs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the median epoch of each seed without its warm-up: epochs of one training are
-    alike."""
+    """Return the median epoch of each seed, without its warm-up if it has other epochs."""
     is_warm_up = rows["warm_up"].astype(bool)
     has_others = ~is_warm_up.groupby([rows["implementation"], rows["seed"]]).transform("all")
     rows = rows[~(is_warm_up & has_others)]
@@ -185,16 +179,14 @@ def by_epoch(results: Results) -> pd.DataFrame:
 
 
 def last_epochs(results: Results) -> pd.DataFrame:
-    """Return medians over the seeds after the last epoch, by implementation, and the range of the
-    accuracy."""
+    """Return medians over the seeds after the last epoch, and the range of the accuracy."""
     groups = _select_last_epochs(_rows(results)).groupby(["dataset", "implementation"], sort=False)
     accuracy = groups["accuracy_percent"].agg(smallest="min", largest="max", seeds="count")
     return groups[list(RESULTS)].median().join(accuracy).reset_index()
 
 
 def same_training(results: Results) -> pd.DataFrame:
-    """Return each seed's results after the last epoch with labkit's parts and with torch's, by
-    batch norm."""
+    """Return each seed's results after the last epoch, with labkit's parts and with torch's."""
     rows = _select_last_epochs(_rows(results)).rename(columns=RESULTS)
     keys = ["batch_norm", "seed", "result"]
     long = rows.melt(["wrapper", "batch_norm", "seed"], list(RESULTS.values()), "result")

@@ -74,23 +74,20 @@ class Trainer:
         )
 
     def update(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step on this rank's images, micro-batch by micro-batch.
-
-        Return the sum of their losses.
+        """Take one optimizer step on this rank's images; return the sum of their losses.
 
         The loss is the mean over the images of all ranks, which have equally many.
         """
         self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
-        batches = list(
-            zip(images.split(self.recipe.batch), labels.split(self.recipe.batch), strict=True)
-        )
+        size = self.recipe.batch
+        batches = list(zip(images.split(size), labels.split(size), strict=True))
         for index, (x, y) in enumerate(batches):
-            alone = self.implementation == ALONE
-            with nullcontext() if alone or index == len(batches) - 1 else self.model.no_sync():
-                loss = cross_entropy(
-                    self.model(self._pixels(x)), y.to(self.recipe.device), reduction="sum"
-                )
+            # Ranks synchronize at the last micro-batch; one alone has nobody to wait for.
+            is_silent = index < len(batches) - 1 and self.implementation != ALONE
+            with self.model.no_sync() if is_silent else nullcontext():
+                outputs = self.model(self._pixels(x))
+                loss = cross_entropy(outputs, y.to(self.recipe.device), reduction="sum")
                 (loss / len(images)).backward()
             total += loss.detach()
         self.optimizer.step()
@@ -113,7 +110,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, images: Tensor, labels: Tensor, total: int) -> tuple[float, float]:
-        """(loss, accuracy) over the shards of all ranks, which have `total` images together."""
+        """Return (loss, accuracy) over the shards of all ranks, `total` images together."""
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.recipe.device)
         # Equally many passes on every rank: a wrapper may synchronize buffers in each.

@@ -114,9 +114,8 @@ def read_data(
 ) -> RankData:
     """Read the digits, or CIFAR-100 from `archive` or the archive that was fetched.
 
-    The first `max_images` are trained.
-
-    DatasetError for a bad archive, or one with another checksum than `md5`.
+    The first `max_images` are for training. DatasetError for a bad archive, or one with another
+    checksum than `md5`.
     """
     images = digits() if dataset == DIGITS else _read_archive(archive, md5)
     validated = len(images.validation[1])
@@ -148,10 +147,7 @@ def describe(implementation: str) -> dict[str, str]:
 
 
 def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of one seed: peak memory of each implementation.
-
-    The time of each epoch and, from rank 0, its results.
-    """
+    """Yield rows of one seed: peak memory, the time of each epoch and, from rank 0, its results."""
     device = use_device(point.device)
     data = read_data(point.dataset, point.archive, point.train_images, md5=point.md5)
     names = ("batch", "accumulation", "learning_rate", "momentum")
@@ -170,7 +166,9 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
         for name, one in checks.items()
         if one["status"] == "ok"
     }
-    path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
+    path = None
+    if checkpoints is not None:
+        path = checkpoints / point.id / "checkpoint.pt"
     done, rows = _resume(point, trainers, load_checkpoint(path))
     if not rows and point.has_memory:
         rows = [_peak_memory(name, recipe, data, point.seed) for name in trainers]
@@ -248,7 +246,9 @@ def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, An
         dropout=False,
         dtype=torch.float64,
     )
-    alone = replace(recipe, batch=ranks * recipe.batch) if name in SYNCHRONIZED else recipe
+    alone = recipe
+    if name in SYNCHRONIZED:  # its statistics are those of the images of all ranks
+        alone = replace(recipe, batch=ranks * recipe.batch)
     trainer = Trainer(name, recipe, seed)
     reference = Trainer(ALONE, alone, seed)
     before = _weights(reference)

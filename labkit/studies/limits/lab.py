@@ -68,8 +68,7 @@ OPERATORS = Metric("seconds", "operator", OPERATOR_KEYS, where={"sweep": "operat
 
 
 def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
-    """Plan matmuls, memory and operators on the device; threads, ranks and messages between them on
-    the CPU."""
+    """Plan matmuls, memory and operators on the device; threads and messages on the CPU."""
     device = machine.device(config.device)
     rows = config.matmul_sizes
     arrays = config.copy_sizes_bytes
@@ -87,17 +86,14 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
     rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "gain": 0.0, "rounds_s": None}
     yield LimitPoint.of(config, sweep="autograd", sizes=(threaded[1],), **on_cpu | rounds)
     # CPU ranks are measured on every machine: gloo and shared memory connect them.
-    for ranks in sorted({1, *config.ranks}):
-        here = on_cpu | {"world_size": ranks, "backend": "gloo" if ranks > 1 else None}
-        if ranks <= ITSELF_RANKS:
-            where = here if ranks > 1 else here | {"device": device}
-            yield LimitPoint.of(
-                config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES), **where | rounds
-            )
-        if ranks > 1 and config.exchange_sizes_bytes:
-            exchange = partial(
-                LimitPoint.of, config, sweep="exchange", sizes=config.exchange_sizes_bytes
-            )
+    itself = partial(LimitPoint.of, config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES))
+    exchange = partial(LimitPoint.of, config, sweep="exchange", sizes=config.exchange_sizes_bytes)
+    yield itself(**on_cpu | {"device": device} | rounds)
+    for ranks in sorted({*config.ranks}):
+        here = on_cpu | {"world_size": ranks, "backend": "gloo"}
+        if ranks == ITSELF_RANKS:
+            yield itself(**here | rounds)
+        if config.exchange_sizes_bytes:
             yield exchange(**here)
             if machine.backend(device, ranks) == "nccl":
                 yield exchange(**here | {"device": device, "backend": "nccl"})
@@ -123,8 +119,7 @@ def memory(results: Results) -> pd.DataFrame:
 
 
 def shortest_all_reduce(results: Results) -> pd.DataFrame:
-    """The measured time of the shortest all-reduce by ranks and transport, and the fitted bandwidth
-    of long ones."""
+    """Return the time of the shortest all-reduce, and the fitted bandwidth of long ones."""
     table = EXCHANGE.medians(results.frame)
     table = table[table["n_bytes"] == table["n_bytes"].min()].drop(columns=["low", "high", "n"])
     fits = [vars(one) for one in transports(results.frame) if one.what == ALL_REDUCE]
@@ -136,8 +131,7 @@ def shortest_all_reduce(results: Results) -> pd.DataFrame:
 
 
 def against_itself(results: Results) -> pd.DataFrame:
-    """The ratio of an operator to itself, and the smallest difference in percent that such an
-    interval can show."""
+    """Return the ratio of an operator to itself, and the smallest difference that it can show."""
     table = ITSELF.ratios_to("first", results.frame)
     half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
     smallest = 100 * np.maximum(half, MIN_RELEVANT_DIFFERENCE).where(half.notna())
@@ -145,15 +139,14 @@ def against_itself(results: Results) -> pd.DataFrame:
 
 
 def roofline(results: Results) -> pd.DataFrame:
-    """Return the operators of a step: FLOPs per byte, the binding limit, and the measured time over
-    the limit's."""
+    """Return the operators of a step, the limit that binds each, and its time over the limit's."""
     table = OPERATORS.medians(results.frame)
-    device = table["device"].max() if len(table) else None
-    best, moved = (
-        rates[rates["device"] == device] for rates in (matmuls(results), memory(results))
-    )
-    best = best[best["dtype"] == "float32"]
-    added = moved[moved["operation"] == "add"]
+    if table.empty:
+        return table
+    best = matmuls(results).query("dtype == 'float32'")
+    best = best[best["device"] == table["device"].max()]
+    added = memory(results).query("operation == 'add'")
+    added = added[added["device"] == table["device"].max()]
     if best.empty or added.empty:
         return table.iloc[:0]
     per_byte = 1 / added.loc[added["n_bytes"].idxmax(), "bytes_per_s"]

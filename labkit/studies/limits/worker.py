@@ -44,11 +44,10 @@ class LimitPoint(ModelPoint):
     @property
     def rounds(self) -> dict[str, Any]:
         """Options of the clock; ranks start together, so that all compute while one is timed."""
-        return (
-            super().rounds
-            | {"device": self.device}
-            | ({"before": dist.barrier} if self.world_size > 1 else {})
-        )
+        options = super().rounds | {"device": self.device}
+        if self.world_size > 1:
+            options["before"] = dist.barrier
+        return options
 
     @property
     def contests(self) -> int:
@@ -64,7 +63,9 @@ class LimitPoint(ModelPoint):
             # matmuls have more operands
             return STATES_BYTES * n_parameters(shape) / shape.n_layers + 2 * activations
         largest = max(self.sizes, default=0)
-        return 3 * (8 * largest**2 if self.sweep == "products" else largest)
+        if self.sweep == "products":
+            largest = 8 * largest**2
+        return 3 * largest  # two operands and a result
 
 
 def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
@@ -98,10 +99,9 @@ def _timed(
         for key, call in calls.items()
     }
     for row in timed_rows(rows, repeated, **point.rounds, **options):
-        seconds = (
-            {"seconds": [s / number[row[name]] for s in row["seconds"]]} if "seconds" in row else {}
-        )
-        yield row | seconds
+        if "seconds" in row:
+            row["seconds"] = [seconds / number[row[name]] for seconds in row["seconds"]]
+        yield row
 
 
 def _repeat(run: Callable[[], Any], number: int) -> None:

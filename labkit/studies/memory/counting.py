@@ -38,10 +38,7 @@ class CountedStep:
         self.ledger = ledger
         self.step = step
         self.spans: dict[str, tuple[int, int]] = {}
-        """Return the first and last moment by phase.
-
-        And of the parts "backward" and "optimizer" of a full step.
-        """
+        """First and last moment of each phase, and of "backward" and "optimizer" in a step."""
         ledger.label("parameters", step.model.parameters())
 
     @contextmanager
@@ -82,13 +79,11 @@ class CountedStep:
         return peak_between(self.ledger.allocations, *self.spans[phase])
 
     def part_of_step(self, moment: int) -> str:
-        """forward, backward or optimizer."""
-        parts = [
-            part
-            for part in ("backward", "optimizer")
-            if part in self.spans and moment >= self.spans[part][0]
-        ]
-        return parts[-1] if parts else "forward"
+        """Return "forward", "backward" or "optimizer"."""
+        for part in ("optimizer", "backward"):
+            if part in self.spans and moment >= self.spans[part][0]:
+                return part
+        return "forward"
 
     def _forward(self) -> None:
         with self.ledger.phase("forward"):
@@ -98,13 +93,15 @@ class CountedStep:
 
 def _name_source(path: str) -> str:
     """Return the name of a file of the model; "" for one that is not under study."""
-    return path.rpartition("/")[2] if "labkit/nn/" in path else user_file(path)
+    if "labkit/nn/" in path:
+        return path.rpartition("/")[2]
+    return user_file(path)
 
 
 def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
     """Run `phases` of a `TrainingStep(**arguments)` under a ledger.
 
-    On fake tensors if it has a shape.
+    A model with a shape is run on fake tensors.
     """
     is_named = isinstance(arguments["source"], TransformerShape)
     mode: AbstractContextManager[Any] = fake_tensor_mode() if is_named else nullcontext()
@@ -122,15 +119,15 @@ def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
             if phase in phases:
                 run[phase]()
         for allocation in ledger.allocations:
-            other = (
-                "recomputed"
-                if allocation.recomputed
-                else "temporaries"
-                if allocation.phase
-                else "inputs"
-            )
-            allocation.category = allocation.category or other
+            allocation.category = allocation.category or _category(allocation)
     return counted
+
+
+def _category(allocation: Allocation) -> str:
+    """Return the part of a peak that an allocation without a label belongs to."""
+    if allocation.recomputed:
+        return "recomputed"
+    return "temporaries" if allocation.phase else "inputs"
 
 
 def count_rows(
@@ -167,9 +164,9 @@ def _parts(by_category: Mapping[str, int]) -> dict[str, int]:
 
 
 def _allocation_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
-    """Return the largest allocations, by operator, line, phase, category and size.
+    """Yield the largest allocations of the step, and the largest at its peak.
 
-    And the largest at the peak.
+    Those with the same operator, line, phase, category and size are one row.
     """
     start, end = counted.spans["full_step"]
     at_peak = {id(allocation) for allocation in counted.peak("full_step").live}

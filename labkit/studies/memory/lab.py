@@ -64,8 +64,7 @@ SEGMENT_TIME = Metric("seconds", "segment", CONFIGURATION, where=CHECKPOINTED)
 
 
 def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
-    """Plan counted peaks, which take no memory; then measured peaks from small to large; then
-    checkpointing."""
+    """Plan counted peaks, then measured ones from small to large, then checkpointing."""
     device = machine.device(config.device)
     contexts = sorted(config.counted_contexts)
 
@@ -102,7 +101,7 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
 
 
 def _contexts(config: MemoryConfig, size: str) -> list[int]:
-    """From short to long; a user's model has its batch."""
+    """Return contexts from short to long; a user's model has its batch."""
     return sorted(config.contexts) if find_shape(size) else [MODEL_BATCH]
 
 
@@ -126,8 +125,7 @@ def counted_against_measured(results: Results) -> pd.DataFrame:
 
 
 def by_context(results: Results) -> pd.DataFrame:
-    """Return counted peaks of models with several contexts, also relative to the shortest
-    context's."""
+    """Return counted peaks of models with several contexts, and their ratio to the shortest's."""
     table = peaks(results, COUNTED)
     keys = ["device", "size", "precision", "phase"]
     table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values(
@@ -165,24 +163,17 @@ def parts_of_peak(results: Results) -> pd.DataFrame:
 
 
 def timeline(results: Results) -> pd.DataFrame:
-    """Return live bytes by part over the allocations and frees of one full step of the model in
-    detail."""
+    """Return live bytes by part over the allocations and frees of one full step."""
     rows = results.rows(["size", "moment", *PART_BYTES], table="timeline").dropna(subset="moment")
     rows = rows.rename(columns={"moment": "allocations_and_frees"})
     long = rows.melt(["size", "allocations_and_frees"], PART_BYTES, "part", "bytes")
-    shares = (
-        long.groupby("part")["bytes"].transform("max") / max(long["bytes"].max(), 1)
-        if len(long)
-        else 0
-    )
-    return long[shares > VISIBLE_SHARE].assign(
-        part=lambda table: table["part"].str.removesuffix("_bytes")
-    )
+    most = long.groupby("part")["bytes"].transform("max")
+    visible = long[most > VISIBLE_SHARE * long["bytes"].max()]
+    return visible.assign(part=visible["part"].str.removesuffix("_bytes"))
 
 
 def allocations(results: Results) -> pd.DataFrame:
-    """The largest allocations of a full step: operator, line, bytes of one, how many, and their
-    bytes at the peak."""
+    """Return the largest allocations of a full step, and their bytes at the peak."""
     columns = ["size", "context_length", "operator", "line", "part_of_step", "n_bytes", "times"]
     rows = results.rows([*columns, "at_peak_bytes"], table="allocation")
     table = rows.sort_values("at_peak_bytes", ascending=False, ignore_index=True)
@@ -190,8 +181,10 @@ def allocations(results: Results) -> pd.DataFrame:
 
 
 def fits(results: Results) -> pd.DataFrame:
-    """Counted full step of each size at the longest context that most were counted at, and whether
-    it fits here."""
+    """Return the counted full step of each size, and whether it fits here.
+
+    At the longest context that most sizes were counted at.
+    """
     table = full_steps(results)
     if table.empty:
         return table

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.check import describe_error, largest_difference, status_columns
+from labkit.bench.check import describe_error, largest_difference, refusal_columns, status_columns
 from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
@@ -55,14 +55,18 @@ class MemoryPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        if (shape := find_shape(self.size)) is None:
+        shape = find_shape(self.size)
+        if shape is None:
             return STATES_BYTES * (count_parameters(self.size) or 0)
         if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
             return 0
-        phase = FULL_STEP if self.kind != MEASURED or self.phases == (FULL_STEP,) else FORWARD
-        # held by its check
-        extra = 2 * state_bytes(n_parameters(shape))["gradients"] if self.kind == CHECKPOINT else 0
-        return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
+        phase = FULL_STEP
+        if self.kind == MEASURED and self.phases != (FULL_STEP,):
+            phase = FORWARD
+        needed: float = predict_peak(self, phase)["predicted_bytes"]
+        if self.kind == CHECKPOINT:  # whose check holds two sets of gradients
+            needed += 2 * state_bytes(n_parameters(shape))["gradients"]
+        return HEADROOM * needed
 
 
 def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
@@ -72,16 +76,16 @@ def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
-    """`predicted_bytes`, the formula's peak of a forward pass or a full step.
+    """Return the formula's peak of a forward pass or a full step as `predicted_bytes`.
 
-    Nothing for what has no formula.
+    Empty for what has no formula.
     """
-    if (shape := find_shape(point.size)) is None or phase == INFERENCE:
+    shape = find_shape(point.size)
+    if shape is None or phase == INFERENCE:
         return {}
     names = ("precision", "checkpoint_segment", "device")
-    options: dict[str, Any] = {name: getattr(point, name) for name in names} | {
-        "is_full_step": phase == FULL_STEP
-    }
+    options: dict[str, Any] = {name: getattr(point, name) for name in names}
+    options["is_full_step"] = phase == FULL_STEP
     return {"predicted_bytes": peak_bytes(shape, point.batch, point.context_length, **options)}
 
 
@@ -130,7 +134,9 @@ def _write_snapshot(point: MemoryPoint, run: Callable[[], Any]) -> None:
 
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     for row in count_rows(point.phases, has_details=point.has_details, **_step_arguments(point)):
-        yield row | predict_peak(point, row["phase"]) if row["table"] == "peak" else row
+        if row["table"] == "peak":
+            row |= predict_peak(point, row["phase"])
+        yield row
 
 
 def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
@@ -164,8 +170,7 @@ def _check_segment(
 ) -> dict[str, Any]:
     """Compare gradients with `expected`, which is filled by the step without checkpointing."""
     if segment != NO_CHECKPOINTS and not expected:
-        reason = "no gradients without checkpointing to compare with"
-        return {"status": "refused", "reason": reason}
+        return refusal_columns("no gradients without checkpointing to compare with")
     step.model.checkpoint_segment = segment
     try:
         step.forward()

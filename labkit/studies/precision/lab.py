@@ -63,8 +63,7 @@ def points(config: PrecisionConfig, machine: Machine) -> Iterator[PrecisionPoint
 
 
 def sums(results: Results) -> pd.DataFrame:
-    """Return running sums by variant, with the error from storing the term and the error from
-    adding."""
+    """Return running sums by variant, with the errors of storing the term and of adding."""
     table = results.rows(
         ["device", "variant", "n_added", "sum", "exact_sum", "stored_sum"], part=ACCUMULATION
     ).dropna()

@@ -187,11 +187,13 @@ def _check(
     n_wrong = sum(
         not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size for key, size in squares.items()
     )
-    is_right = loss_error <= LOSS_BOUND and not n_wrong  # False for NaN
-    wrong = (
-        f"the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them too far"
-    )
-    return {"loss_error": loss_error, "error": error, **status_columns(None if is_right else wrong)}
+    wrong = None
+    if n_wrong or not loss_error <= LOSS_BOUND:  # also NaN
+        wrong = (
+            f"the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them too"
+            " far"
+        )
+    return {"loss_error": loss_error, "error": error, **status_columns(wrong)}
 
 
 def _compute_gradients(step: TrainingStep, precision: str) -> tuple[float, dict[str, Tensor]]:

@@ -35,10 +35,11 @@ def save_checkpoint(path: Path | None, state: Any) -> None:
 
 def load_checkpoint(path: Path | None) -> Any | None:
     """Load rank 0's checkpoint on every rank, to the CPU; None if there is none. A collective."""
-    content = (
-        path.read_bytes() if path is not None and dist.get_rank() == 0 and path.exists() else b""
-    )
-    if not (length := gather_json(len(content))[0]):
+    content = b""
+    if path is not None and dist.get_rank() == 0 and path.exists():
+        content = path.read_bytes()
+    length = gather_json(len(content))[0]
+    if not length:
         return None
     tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
     dist.broadcast(tensor, src=0, group=cpu_group())

@@ -65,10 +65,10 @@ def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchN
 
 
 def split(results: Results) -> pd.DataFrame:
-    """Time that synchronizing adds to plain BatchNorm, in medians over the rounds: collectives
-    alone, and the rest.
+    """Return the time that synchronizing adds to plain BatchNorm, in medians over the rounds.
 
-    The rest is the layer's arithmetic, and waiting for a slower rank.
+    Of that, collectives take `collectives_s` by themselves. The rest is the layer's arithmetic, and
+    waiting for a slower rank.
     """
     samples = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}).samples(
         results.frame

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.check import max_over_ranks, status_columns
+from labkit.bench.check import max_over_ranks, refusal_columns, status_columns
 from labkit.bench.checksums import first_wrong
 from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.lab.point import DevicePoint
@@ -78,12 +78,10 @@ class SyncBatchNormPoint(DevicePoint):
 
 
 def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
-    """Add a user's layer, which normalizes over all ranks.
+    """Add a user's layer, which normalizes over all ranks. ValueError for a name that is taken.
 
-    It is called with the number of features, and returns a module.
-
-    It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a
-    name that is taken.
+    `layer` is called with the number of features, and returns a module with `weight`, `bias`,
+    `running_mean` and `running_var`, as nn.BatchNorm1d has them.
     """
     if name in ALTERNATIVES:
         raise ValueError(f"expected a name other than {', '.join(ALTERNATIVES)}")
@@ -92,10 +90,7 @@ def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable
 
 
 class Batch:
-    """Input of all ranks, from the seed, and the output's gradient, (batch, features) in float32.
-
-    This rank's rows.
-    """
+    """Input of all ranks and gradient of the output, each (batch, features) in float32."""
 
     def __init__(self, point: SyncBatchNormPoint, device: str) -> None:
         rank = dist.get_rank()
@@ -149,7 +144,7 @@ class Layer:
 
 
 def _collectives(features: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Return the layer's collectives alone.
+    """Return the layer's collectives without its arithmetic.
 
     Three numbers per feature and the count are gathered, two sums reduced.
     """
@@ -167,10 +162,7 @@ def _affine(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _with_affine(layer: nn.Module) -> nn.Module:
-    """Give channels different weights and biases, some negative.
-
-    Sixteenths, which every dtype represents exactly.
-    """
+    """Give channels different weights and biases, some negative, exact in every dtype."""
     generator = torch.Generator().manual_seed(99)
     for parameter in _affine(layer):
         parameter.data.copy_(
@@ -186,8 +178,7 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     batch = Batch(point, device)
     rows: dict[str, dict[str, Any]] = {name: {"alternative": name} for name in point.alternatives}
     if TORCH in rows and device == "cpu":
-        reason = "torch's SyncBatchNorm refuses CPU tensors"
-        rows[TORCH] |= {"status": "refused", "reason": reason}
+        rows[TORCH] |= refusal_columns("torch's SyncBatchNorm refuses CPU tensors")
 
     def check_one(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
         if name == COLLECTIVES:
@@ -196,9 +187,9 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
             return status_columns(first_wrong(partial(all_reduce, op="sum"), tensor)), actions
         layer = layers[name] = Layer(name, batch)
         actions = {FORWARD: layer.forward, BACKWARD: layer.backward, BOTH: layer.run}
-        return check_layer(layer, batch), (
-            dict.fromkeys(actions, lambda: None) if _is_idle(name) else actions
-        )
+        if _is_idle(name):  # its rounds only keep this rank in step with rank 0
+            actions = dict.fromkeys(actions, lambda: None)
+        return check_layer(layer, batch), actions
 
     right = set()
     for row in check_and_time(
@@ -210,9 +201,8 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
             yield row
     for name in layers:
         if name in right and not _is_idle(name):
-            yield {"alternative": name} | row_of(
-                name, partial(_measure_memory, name, batch, device), device=device
-            )
+            memory = partial(_measure_memory, name, batch, device)
+            yield {"alternative": name} | row_of(name, memory, device=device)
 
 
 def _is_idle(name: str) -> bool:
@@ -220,14 +210,13 @@ def _is_idle(name: str) -> bool:
 
 
 def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
-    """Return `error`, `status` and, as `reason`, where it is wrong, on all ranks.
+    """Return `error`, `status` and `reason` of a layer against BatchNorm in float64, on all ranks.
 
-    `error` is the largest of any rank against BatchNorm in float64.
-
-    Errors of `TENSORS` are per channel, relative to its largest expected value. The output's
-    gradient is random here: in the timed one some ranks have zeros only, and a missing contribution
-    of theirs would not show. A layer that normalizes over the local batch is compared with that,
-    the others with the whole batch, whose gradients of weight and bias are sums over ranks.
+    `error` is the largest of any rank; `reason` says where the layer is wrong. Errors of `TENSORS`
+    are per channel, relative to its largest expected value. The output's gradient is random here:
+    in the timed one some ranks have zeros only, and a missing contribution of theirs would not
+    show. A layer that normalizes over the local batch is compared with that, the others with the
+    whole batch, whose gradients of weight and bias are sums over ranks.
     """
     gradient = torch.randn(batch.whole.shape, generator=torch.Generator().manual_seed(1)).to(
         batch.whole.device
@@ -247,14 +236,12 @@ def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
     ]
     pairs = list(zip(actual, _exact(layer, batch, gradient), strict=True))
     errors = [_relative_error(*pair) for pair in pairs]
-    deviations = [
-        (RIGHT, 0.0, 0.0) if error <= TOLERANCE else furthest(*pair)
-        for error, pair in zip(errors, pairs, strict=True)
-    ]
-    return {
-        "error": max_over_ranks(max(errors)),
-        **status_columns(describe_first(TENSORS, deviations)),
-    }
+    deviations = [(RIGHT, 0.0, 0.0)] * len(pairs)
+    for index, error in enumerate(errors):
+        if error > TOLERANCE:
+            deviations[index] = furthest(*pairs[index])
+    wrong = describe_first(TENSORS, deviations)
+    return {"error": max_over_ranks(max(errors)), **status_columns(wrong)}
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
@@ -271,23 +258,22 @@ def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
     """Return the largest difference per channel, relative to the channel's largest exact value.
 
-    NaN counts as infinite.
-
-    A channel's value counts as at least a hundredth of the largest of all, and a single sum over
-    rows, (channels,), as a tenth: if the sum nearly cancels, rounding of its terms remains.
+    NaN counts as infinite. A channel's value counts as at least a hundredth of the largest of all,
+    and a single sum over rows, (channels,), as a tenth: if the sum nearly cancels, rounding of its
+    terms remains.
     """
-    is_sum = exact.dim() == 1
-    scale = exact.abs() if is_sum else exact.abs().amax(dim=tuple(range(exact.dim() - 1)))
-    smallest = (0.1 if is_sum else 0.01) * float(scale.max())
+    scale = exact.abs()
+    share = 0.1
+    if exact.dim() > 1:
+        scale = scale.amax(dim=tuple(range(exact.dim() - 1)))
+        share = 0.01
+    smallest = share * float(scale.max())
     difference = float(((actual.double() - exact).abs() / scale.clamp_min(smallest)).max())
     return math.inf if math.isnan(difference) else difference
 
 
 def _measure_memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
-    """Return bytes saved for backward, and the peak of both passes.
-
-    Layer and input included.
-    """
+    """Return bytes saved for backward, and the peak of both passes, layer and input included."""
     with record_allocations(device) as record:
         layer = Layer(name, batch)
         saved = saved_for_backward(layer.forward)[1]

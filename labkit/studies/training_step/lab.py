@@ -76,8 +76,7 @@ VIEWS = {
 
 
 def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingStepPoint]:
-    """Plan the phases of all models, small ones first; then first steps, compiled steps and
-    profiles."""
+    """Plan the phases of all models, then first steps, compiled steps and profiles."""
     device = machine.device(config.device)
 
     def point(sweep: str, size: str, precision: str = "float32", **more: Any) -> TrainingStepPoint:
@@ -96,8 +95,7 @@ def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingSte
 
 
 def step_times(results: Results) -> pd.DataFrame:
-    """Return medians by model and phase, the share of the step, and the FLOP/s of its matmuls by
-    formula."""
+    """Return medians by model and phase, the share of the step, and the FLOP/s of its matmuls."""
     table = TIME.medians(results.frame)
     step = (
         table["seconds"]
@@ -118,16 +116,13 @@ def _flops(row: dict[str, Any]) -> int:
     sizes = (int(row["batch"]), int(row["context_length"]))
     if shape is None:
         return 0
-    counts = {
-        worker.INFERENCE: forward_flops,
-        worker.FORWARD: forward_flops,
-        worker.BACKWARD: backward_flops,
-    }
-    return sum(
-        sum(counts[phase](shape, *sizes).values())
-        for phase in PHASES[row["phase"]]
-        if phase in counts
-    )
+    flops = 0
+    for phase in PHASES[row["phase"]]:
+        if phase in (worker.INFERENCE, worker.FORWARD):
+            flops += sum(forward_flops(shape, *sizes).values())
+        elif phase == worker.BACKWARD:
+            flops += sum(backward_flops(shape, *sizes).values())
+    return flops
 
 
 def predictions(results: Results) -> pd.DataFrame:
@@ -142,11 +137,10 @@ def predictions(results: Results) -> pd.DataFrame:
 def _predict(row: dict[str, Any], results: Results) -> float | None:
     calibration = results.calibration
     shape = find_shape(row["size"])
-    if (
-        calibration is None
-        or shape is None
-        or (rates := calibration.rates_on(row["device"])) is None
-    ):
+    if calibration is None or shape is None:
+        return None
+    rates = calibration.rates_on(row["device"])
+    if rates is None:
         return None
     sizes = int(row["batch"]), int(row["context_length"])
     operators = worker.list_operators(shape, *sizes, row["precision"], row["device"])
@@ -154,8 +148,7 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
 
 
 def shares(results: Results) -> pd.DataFrame:
-    """Return the share of each family of operators or GPU kernels in each kind of pass, a mean over
-    passes."""
+    """Return the mean share of each family of operators or GPU kernels in each kind of pass."""
     rows = OPERATORS.select(results.frame).dropna(subset="self_s")
     if rows.empty:
         return rows.reindex(columns=["device", "size", "view", "family", "share_percent"])
@@ -164,12 +157,8 @@ def shares(results: Results) -> pd.DataFrame:
         for view, (profiled, phases) in VIEWS.items()
     ]
     keys = ["device", "size", "view"]
-    sums = (
-        pd.concat(parts)
-        .groupby([*keys, "repeat", "family"], sort=False)["self_s"]
-        .sum()
-        .reset_index()
-    )
+    groups = pd.concat(parts).groupby([*keys, "repeat", "family"], sort=False)
+    sums = groups["self_s"].sum().reset_index()
     total = sums.groupby([*keys, "repeat"])["self_s"].transform("sum")
     table = sums.assign(share_percent=100 * sums["self_s"] / total)
     means = table.groupby([*keys, "family"], sort=False)["share_percent"].mean().reset_index()
@@ -191,13 +180,8 @@ def top_operators(results: Results) -> pd.DataFrame:
     keys = ["device", "size", "operator"]
     if rows.empty:
         return rows[[*keys, "self_s"]]
-    sums = (
-        rows.groupby([*keys, "repeat"])[["self_s", "calls"]]
-        .sum()
-        .groupby(keys)
-        .median()
-        .reset_index()
-    )
+    by_pass = rows.groupby([*keys, "repeat"])[["self_s", "calls"]].sum()
+    sums = by_pass.groupby(keys).median().reset_index()
     return sums.sort_values(["size", "self_s"], ascending=False).groupby("size").head(5)
 
 

@@ -56,15 +56,12 @@ class TrainingStepPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        # a user's model: only its parameters are known
-        if (shape := find_shape(self.size)) is None:
+        shape = find_shape(self.size)
+        if shape is None:  # a user's model, of which only the parameters are known
             return STATES_BYTES * (count_parameters(self.size) or 0)
         steps = 2 if self.sweep == "compile" else 1
-        return (
-            steps
-            * HEADROOM
-            * peak_bytes(shape, self.batch, self.context_length, device=self.device)
-        )
+        peak = peak_bytes(shape, self.batch, self.context_length, device=self.device)
+        return steps * HEADROOM * peak
 
     @property
     def planned_s(self) -> float:
@@ -107,13 +104,12 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         return
     seconds = samples[INFERENCE] | samples[STEP]
     sums = {FORWARD_BACKWARD: (FORWARD, BACKWARD), STEP: (FORWARD, BACKWARD, OPTIMIZER)}
-    for name, parts in sums.items():
-        seconds[name] = [
-            sum(values) for values in zip(*(seconds[part] for part in parts), strict=True)
-        ]
     for phase, values in seconds.items():
-        row = {"phase": phase, "seconds": values, "status": "ok"}
-        yield row | ({"is_sum": True} if phase in sums else {})
+        yield {"phase": phase, "seconds": values, "status": "ok"}
+    for phase, parts in sums.items():
+        rounds = zip(*(seconds[part] for part in parts), strict=True)
+        values = [sum(parts_s) for parts_s in rounds]
+        yield {"phase": phase, "seconds": values, "status": "ok", "is_sum": True}
 
 
 def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
@@ -167,9 +163,9 @@ def _run_forward_backward(step: TrainingStep) -> None:
 
 
 def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Yield the time of each operator or GPU kernel, without those that it calls.
+    """Yield the time of each operator or GPU kernel in inference and a full step.
 
-    In passes of inference and of a full step.
+    Without the time of those that it calls.
     """
     step = _make_step(point)
     actions = {INFERENCE: step.infer, STEP: step.run}
@@ -206,10 +202,9 @@ def list_operators(
 ) -> Phases:
     """Return the operators that each phase of a step calls, in any order.
 
-    The optimizer's states are there already.
-
-    Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA
-    tensors. The optimizer is the device's.
+    The optimizer has its states, as in every step but the first. Traced on the CPU for every
+    device: a torch without CUDA has no backward pass even of fake CUDA tensors. The optimizer is
+    the device's.
     """
     # ranks import this module, and need no operators
     from labkit.bench.operators import record_operators

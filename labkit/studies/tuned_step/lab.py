@@ -27,8 +27,7 @@ FIELDS = tuple(Configuration.__dataclass_fields__)
 
 
 class TunedStepConfig(DeviceConfig):
-    """The parameters of this lab. None: as the newest runs of the other labs on this machine
-    recommend."""
+    """The parameters of this lab. None: as the newest runs of the other labs here recommend."""
 
     models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
     world_sizes: Some[Count] = [2]
@@ -46,20 +45,18 @@ NAMES = {DEFAULT_NAME: "the default", JOINED: "the combined configuration"}
 
 
 def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint]:
-    """Plan one point per model and number of ranks, with the recommendations of this moment. Each
-    rank has a GPU."""
+    """Plan one point per model and number of ranks, with the recommendations of this moment."""
     device = machine.device(config.device)
     runs = runs_here(machine)
     gpus = len(machine.gpus)
-    chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
+    chosen = config.model_dump(include=set(FIELDS), exclude_none=True)
     recommended = {
         model: recommend(model, config.context_length, runs).configuration
         for model in config.models
     }
-    ranks = {
-        gpus if device == "cuda" and ranks_here(each) > gpus > 0 else each
-        for each in config.world_sizes
-    }
+    ranks = set(config.world_sizes)
+    if device == "cuda" and gpus > 0:  # each rank has a GPU
+        ranks = {gpus if ranks_here(each) > gpus else each for each in ranks}
     for world_size, model in product(sorted(ranks), config.models):
         base = recommended[model]
         if device != "cpu" and base.wrapper in OVER_SHARED_MEMORY:

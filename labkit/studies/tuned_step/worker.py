@@ -1,7 +1,7 @@
 """Worker of the tuned-step lab: the combined configuration and the default, in turns."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,15 +45,15 @@ class TunedStepPoint(ModelPoint):
 
         One rank has no wrapper.
         """
-        is_plain = (
-            self.precision == "float32" and self.attention == "explicit" and not self.compiled
-        )
-        is_default = is_plain and (self.world_size == 1 or self.wrapper == TORCH)
-        reason = (
+        step = (self.precision, self.attention, self.compiled)
+        if step != ("float32", "explicit", False):
+            return None
+        if self.world_size > 1 and self.wrapper != TORCH:
+            return None
+        return (
             "the newest runs of the other labs here recommend nothing but the default: measure them"
             " first"
         )
-        return reason if is_default else None
 
     @property
     def needed_bytes(self) -> float:
@@ -61,47 +61,51 @@ class TunedStepPoint(ModelPoint):
 
 
 def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
-    """A Transformer and AdamW under the configuration `name`.
+    """Return a step of a Transformer under the configuration `name`.
 
-    On several ranks under its wrapper, each with a batch.
+    On several ranks it is under a wrapper, and each rank has a batch.
     """
-    is_joined = name == JOINED
+    if name == DEFAULT_NAME:
+        point = replace(
+            point, precision="float32", attention="explicit", compiled=False, wrapper=TORCH
+        )
     rank = dist.get_rank() if dist.is_initialized() else 0
     step = TrainingStep(
         SIZES[point.model],
         batch=point.batch,
         context_length=point.context_length,
         device=device,
-        precision=point.precision if is_joined else "float32",
-        attention=IMPLEMENTATIONS[point.attention if is_joined else "explicit"],
+        precision=point.precision,
+        attention=IMPLEMENTATIONS[point.attention],
         seed=point.batch_seed(rank),
     )
-    if is_joined and point.compiled:
+    if point.compiled:
         step.model.compile(dynamic=False)
-        # torch's DDP cuts graphs at its buckets
+        # One rank compiles, and the others find the code in the user's cache: together they would
+        # take as many times as long. Not under torch's DDP, which cuts graphs at its buckets.
         if point.world_size > 1 and point.wrapper != TORCH:
             if rank == 0:
                 _run_passes(step)
                 step.drop_gradients()
-            dist.barrier()  # the other ranks find the code in the user's cache
+            dist.barrier()
     if point.world_size > 1:
-        step.call = wrap(point.wrapper if is_joined else TORCH, step.model)
+        step.call = wrap(point.wrapper, step.model)
     return step
 
 
 def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of a step by configuration, in turns.
+    """Yield seconds of a step by configuration, in turns.
 
-    If their gradients differ, only the default's and the reason.
+    If their gradients differ, only the default has some; the other row has the reason.
     """
     device = use_device(point.device)
     steps = dict[str, TrainingStep]()
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         steps[name] = make_step(point, name, device)
-        return (
-            dict(OK) if name == DEFAULT_NAME else _check(steps, TOLERANCES[point.precision])
-        ), steps[name].run
+        if name == DEFAULT_NAME:
+            return dict(OK), steps[name].run
+        return _check(steps, TOLERANCES[point.precision]), steps[name].run
 
     rows = {name: {"implementation": name} for name in (DEFAULT_NAME, JOINED)}
     before = dist.barrier if dist.is_initialized() else None
