@@ -20,8 +20,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from labkit.check.commands import check, hand_in, notebook
-from labkit.check.compare_command import compare
+from labkit.check.commands import check, compare, hand_in, notebook
 from labkit.check.try_command import try_training
 from labkit.lab import project
 from labkit.lab.advise.command import advise

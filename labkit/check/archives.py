@@ -33,8 +33,7 @@ COMMON_NAMES = ("root", "user", "ubuntu", "admin")
 
 @cache
 def _labkit_words() -> frozenset[str]:
-    """Words of labkit's source. Runs are made of them: a host called `cuda` or a user called `max`
-    must not change what a run says."""
+    """Return the words of labkit's source, of which runs are made."""
     words = set[str]()
     for path in PACKAGE.rglob("*.py"):
         words.update(re.findall(r"[A-Za-z0-9]+", path.read_text(encoding="utf-8").lower()))
@@ -42,8 +41,10 @@ def _labkit_words() -> frozenset[str]:
 
 
 def scrub(text: str) -> str:
-    """Return text, JSON lines or HTML without names of user and hosts, and without folders outside
-    the project."""
+    """Return text without names of user and hosts, and without folders outside the project.
+
+    `text` may be JSON lines or HTML.
+    """
     places = {
         project_root(): "PROJECT",
         Path(__file__).parents[2]: "LABKIT",
@@ -67,8 +68,9 @@ def scrub(text: str) -> str:
 
 
 def _replace_name(text: str, name: str, word: str) -> str:
-    """Replace a name where it stands alone; one that is a word of runs, only beside an `@`."""
+    """Replace a name where it stands alone."""
     pattern = rf"(?<![^\W_]){re.escape(name)}(?![^\W_])"
+    # A host called `cuda`, or a user called `max`, must not change what a run says.
     if name.lower() in _labkit_words():
         return re.sub(rf"{pattern}(?=@)|(?<=@){pattern}", word, text)
     # keys of JSON stay, but for hosts with their ranks
@@ -80,7 +82,9 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():
-            archive.writestr(name, text if name == CARD else scrub(text))
+            if name != CARD:
+                text = scrub(text)
+            archive.writestr(name, text)
     write_file(path, file.getvalue())
 
 
@@ -89,13 +93,15 @@ def _newest_run(lab: str) -> Path | None:
 
 
 def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -> None:
-    """Write machine, check, newest runs, failures with tracebacks and kernels. `document` is the
-    check's JSON."""
-    kernels = (
-        result.run.frame()
-        .reindex(columns=["device", "kernel", "registers", "spills"])
-        .dropna(subset="kernel")
-    )
+    """Write machine, check, newest runs, failures with tracebacks and kernels.
+
+    `document` is the check's JSON.
+    """
+    columns = ["device", "kernel", "registers", "spills"]
+    kernels = result.run.frame().reindex(columns=columns).dropna(subset="kernel")
+    kernels_text = "no kernels launched\n"
+    if len(kernels):
+        kernels_text = kernels.drop_duplicates().to_string(index=False)
     failures = [
         f"{one.lab}, {one.title}: {one.reason}\n{one.details}"
         for one in result.correctness
@@ -104,11 +110,7 @@ def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -
     files = {
         "doctor.txt": "".join(f"{name}: {value}\n" for name, value in machine_rows()),
         "check.json": json.dumps(document),
-        "kernels.txt": (
-            kernels.drop_duplicates().to_string(index=False)
-            if len(kernels)
-            else "no kernels launched\n"
-        ),
+        "kernels.txt": kernels_text,
     }
     for lab, run in {"check": result.run.path, **{lab: _newest_run(lab) for lab in LABS}}.items():
         if run is not None and run.stat().st_size <= MAX_BYTES:

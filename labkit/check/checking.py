@@ -1,5 +1,4 @@
-"""The course of a check: correctness of every implementation first, then the fixed set, then the
-baseline."""
+"""A check: correctness of every implementation, then the fixed set, then the baseline."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -95,11 +94,11 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Results of a check; `baseline` has the newest run last, and is empty if nothing was
-    compared."""
+    """Results of a check."""
 
     run: Run
     baseline: Sequence[Run]
+    """The newest run last; empty if nothing was compared."""
     correctness: list[Correctness]
     changes: list[Change]
     tolerance: float = TOLERANCE
@@ -141,7 +140,9 @@ class CheckResult:
         has_lost = bool(self.baseline) and has_lost_hardware(self.baseline[-1], self.run)
         if has_lost or self.slower:
             return Status.SLOWER
-        return Status.NOTHING_COMPARED if self.nothing_compared_reason else Status.OK
+        if self.nothing_compared_reason is not None:
+            return Status.NOTHING_COMPARED
+        return Status.OK
 
 
 def check_machine(
@@ -177,9 +178,10 @@ def checks_directory() -> Path:
 
 
 def baseline_folder(machine: Machine) -> Path:
-    """Folder of this host's baseline; a GPU more or less is a change of the machine, not another
-    machine."""
-    return project_root() / "data" / "baselines" / (re.sub(r"[^\w-]+", "-", machine.host) or "host")
+    """Return the folder of this host's baseline."""
+    # By host alone: a GPU more or less is a change of the machine, not another machine.
+    name = re.sub(r"[^\w-]+", "-", machine.host) or "host"
+    return project_root() / "data" / "baselines" / name
 
 
 def load_baseline(against: str | None, say: Callable[[str], None] = lambda line: None) -> list[Run]:
@@ -200,7 +202,8 @@ def load_baseline(against: str | None, say: Callable[[str], None] = lambda line:
             " processor, cores and GPUs"
         )
     used = [run for run in runs if _is_alike(runs[-1], run)]
-    if left_out := [run for run in runs if run not in used]:
+    left_out = [run for run in runs if run not in used]
+    if left_out:
         torches = join_words(sorted({str(_torch(run)) for run in left_out}))
         say(
             f"left out of the baseline: {counted(len(left_out), 'run')} (torch {torches}), because"
@@ -245,8 +248,7 @@ def _find_baseline_folder(machine: Machine) -> Path:
 
 
 def no_baseline_reason(result: CheckResult) -> str | None:
-    """Return why a run must not be a baseline: something failed, or the machine was busy; or
-    None."""
+    """Return why a run must not be a baseline, or None."""
     if result.is_wrong:
         return "something is wrong or failed"
     times = SessionTimes(result.run)

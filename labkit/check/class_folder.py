@@ -1,12 +1,12 @@
-"""A teacher's folder of hand-ins: zips and unzipped folders, whatever a platform has made of their
-names."""
+"""A teacher's folder of hand-ins: zips and unzipped folders."""
 
 import io
 import json
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,9 @@ from labkit.lab.runs.store import Run
 from labkit.studies import LABS
 
 IGNORED = ("__MACOSX", ".DS_Store", "Thumbs.db", "desktop.ini")
+
+Member = Callable[[], bytes]
+"""Reads a file of a hand-in. ValueError for one that is too large to be a student's."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ def read_class(folder: Path) -> ClassFolder:
     # Safari unzips what it downloads: such a folder is a hand-in, and its files are no others.
     unzipped = {path.parent for path in _files(folder) if path.name == CARD}
     for root in sorted(unzipped):
-        hand_ins.append(_read(str(root.relative_to(folder)), _folder_content(root)))
+        members = {
+            file.relative_to(root).as_posix(): _member(file.read_bytes, file.stat().st_size)
+            for file in _files(root)
+        }
+        hand_ins.append(_read(str(root.relative_to(folder)), members))
     for path in sorted(_files(folder)):
         file = str(path.relative_to(folder))
         if _is_zip(path):
@@ -71,9 +78,9 @@ def read_class(folder: Path) -> ClassFolder:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder without those that a system adds: macOS packs a `._` file
-    with each one."""
+    """Yield the files below a folder, without those that a system adds."""
     for path in folder.rglob("*"):
+        # macOS packs a `._` file with each one.
         is_ignored = any(part in IGNORED or part.startswith("._") for part in path.parts)
         if path.is_file() and not is_ignored:
             yield path
@@ -96,37 +103,34 @@ def _read_zip(file: str, content: bytes, *, is_inner: bool = False) -> Iterator[
             roots = [path.parent for path in files if path.name == CARD and len(path.parts) <= 2]
             for root in roots:
                 members = {
-                    str(path.relative_to(root)): _member(archive, info)
+                    str(path.relative_to(root)): _zipped(archive, info)
                     for path, info in files.items()
                     if path.is_relative_to(root)
                 }
                 yield _read(file, members)
-            inner = [path for path in files if _is_zip(path) and not path.name.startswith("._")]
-            for path in [] if is_inner or roots else inner:
-                data = _member(archive, files[path])
-                yield from _read_zip(f"{file}/{path}", _read_member(data), is_inner=True)
+            if roots or is_inner:
+                return
+            for path, info in files.items():
+                if _is_zip(path) and not path.name.startswith("._"):
+                    inner = _zipped(archive, info)()
+                    yield from _read_zip(f"{file}/{path}", inner, is_inner=True)
     # whatever a damaged or hostile zip raises, the page shows the others
     except Exception as error:
         yield HandIn(file, _guess_name(file), problems=[f"cannot be read: {error}"])
 
 
-Member = tuple[zipfile.ZipFile, zipfile.ZipInfo] | Path
+def _zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
+    return _member(partial(archive.read, info), info.file_size)
 
 
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
-    return archive, info
+def _member(read: Callable[[], bytes], size: int) -> Member:
+    def read_if_small() -> bytes:
+        # Before reading: a zip of some KiB may unpack to a size that fills the memory.
+        if size > MAX_BYTES:
+            raise ValueError(f"a file of {size >> 20} MiB, expected at most {MAX_BYTES >> 20}")
+        return read()
 
-
-def _folder_content(root: Path) -> dict[str, Member]:
-    return {path.relative_to(root).as_posix(): path for path in _files(root)}
-
-
-def _read_member(member: Member) -> bytes:
-    """Return the bytes of a file. ValueError for one that is too large to be a student's."""
-    size = member.stat().st_size if isinstance(member, Path) else member[1].file_size
-    if size > MAX_BYTES:
-        raise ValueError(f"a file of {size >> 20} MiB, expected at most {MAX_BYTES >> 20}")
-    return member.read_bytes() if isinstance(member, Path) else member[0].read(member[1])
+    return read_if_small
 
 
 def _guess_name(file: str) -> str:
@@ -137,7 +141,7 @@ def _guess_name(file: str) -> str:
 def _read(file: str, members: Mapping[str, Member]) -> HandIn:
     """Read what a hand-in's card lists; what cannot be read becomes a problem."""
     try:
-        card = json.loads(_read_member(members[CARD]))
+        card = json.loads(members[CARD]())
         name = str(card["name"])[:64]
         labs = [str(lab) for lab in card["labs"]]
     except Exception as error:
@@ -154,7 +158,7 @@ def _read(file: str, members: Mapping[str, Member]) -> HandIn:
     for path, member in members.items():
         if path.endswith(".ipynb"):
             try:
-                result.notebooks[path] = _read_cells(_read_member(member))
+                result.notebooks[path] = _read_cells(member())
             except Exception as error:
                 result.problems.append(f"{path}: cannot be read: {error}")
     return result
@@ -166,7 +170,7 @@ def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
         return
     with TemporaryDirectory(prefix="labkit-hand-in-") as folder:
         copy = Path(folder) / "run.jsonl"
-        copy.write_bytes(_read_member(member))
+        copy.write_bytes(member())
         try:
             run = Run.load(copy)
         except ParameterError as error:
@@ -179,7 +183,7 @@ def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
 def _read_check(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
     member = members.get(f"{lab}/check.json")
     if member is not None:
-        record = json.loads(_read_member(member))
+        record = json.loads(member())
         names = ("verdict", "details", "code", "checked")
         hand_in.checks[lab] = {name: str(record.get(name, ""))[:20_000] for name in names}
 
@@ -190,6 +194,7 @@ def _read_cells(content: bytes) -> list[tuple[str, str]]:
     for cell in cells:
         if isinstance(cell, dict):
             source = cell.get("source", "")
-            text = "".join(map(str, source)) if isinstance(source, list) else str(source)
-            found.append((str(cell.get("cell_type")), text))
+            if isinstance(source, list):
+                source = "".join(map(str, source))
+            found.append((str(cell.get("cell_type")), str(source)))
     return found

@@ -1,5 +1,4 @@
-"""The page of a class: who needs a look first, a grade per student and lab, each student's code and
-answers, and a dot per student and question."""
+"""The page of a class: who needs a look first, then grades, code and answers of each student."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,8 +106,7 @@ def _section(lab: Lab, students: Sequence[Student]) -> dict[str, Any]:
 
 
 def _strip(text: str, answers: Iterable[tuple[str, Answer]]) -> Mapping[str, Any]:
-    """Place a dot per student on a logarithmic axis whose middle is 1; empty if all effects are
-    1."""
+    """Place a dot per student on a logarithmic axis around 1; empty if all effects are 1."""
     effects = [
         (name, answer.effect)
         for name, answer in answers

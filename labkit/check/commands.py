@@ -1,7 +1,8 @@
-"""`labkit check`, `notebook` and `hand-in`: arguments, lines in the terminal, exit status."""
+"""`labkit check`, `compare`, `notebook` and `hand-in`: arguments, lines, exit status."""
 
 import json
 import math
+import shlex
 import statistics
 from dataclasses import asdict
 from itertools import groupby
@@ -11,17 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from labkit.check import TOLERANCE
+from labkit.lab import project
 from labkit.lab.commands.console import (
     document,
     err,
     number,
     out,
+    print_json,
     print_load,
     print_table,
     require_loopback,
 )
 from labkit.lab.config import ParameterError
-from labkit.lab.project import check_writable, path_from_here, write_file
 from labkit.lab.units import counted
 
 if TYPE_CHECKING:
@@ -52,11 +54,11 @@ def check(
         bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
     ] = False,
 ) -> None:
-    """Check every implementation on this machine, and compare its speed with the baseline. Takes 80
-    s on two cores.
+    """Check every implementation here, and compare the machine's speed with the baseline.
 
-    Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or
-    hardware is gone; 4 if nothing could be compared, as without a baseline.
+    Takes 80 s on two cores. Exit status: 0; 1 if a result is wrong; 3 if something is slower by
+    more than the tolerance, or hardware is gone; 4 if nothing could be compared, as without a
+    baseline.
     """
     from labkit.check.archives import write_bundle
     from labkit.check.checking import (
@@ -74,8 +76,10 @@ def check(
     if bundle is not None:
         if bundle.is_dir():
             raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
-        check_writable(bundle.parent)
-    baseline = [] if save else load_baseline(against, err.print)
+        project.check_writable(bundle.parent)
+    baseline = []
+    if not save:
+        baseline = load_baseline(against, err.print)
     require_loopback()
     print_load()
     try:
@@ -91,17 +95,18 @@ def check(
         _print(result)
     if bundle is not None:
         write_bundle(bundle, result, report)
-        err.print(f"bundle: {path_from_here(bundle)}")
+        err.print(f"bundle: {project.path_from_here(bundle)}")
     if not save:
         raise typer.Exit(result.status)
-    if reason := no_baseline_reason(result):
+    reason = no_baseline_reason(result)
+    if reason is not None:
         err.print(f"no baseline was saved: {reason}")
         raise typer.Exit(1)
     path = save_baseline(result)
     runs = counted(len(load_baseline(None, err.print)), "run")
     err.print(
-        f"baseline: {runs}, {path_from_here(path)}; three, saved at different hours, show changes"
-        " of 10 to 20%"
+        f"baseline: {runs}, {project.path_from_here(path)}; three, saved at different hours, show"
+        " changes of 10 to 20%"
     )
 
 
@@ -111,7 +116,7 @@ def describe(result: "CheckResult") -> dict[str, Any]:
     numbers = []
     for one in result.changes:
         facts: dict[str, Any] = {name: getattr(one, name) for name in NUMBERS}
-        facts["validity"] = f"{one.verdict}: {one.reason}" if one.reason else one.verdict
+        facts["validity"] = _verdict(one)
         facts["measured"] = result.run.header.started
         numbers.append(number(f"{one.quantity}, {one.place}", one.ratio, unit, **facts))
     return {
@@ -146,18 +151,17 @@ def _print(result: "CheckResult") -> None:
         out.print(
             "more baseline runs (`labkit check --save`), at different hours, show smaller changes"
         )
-    if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
+    slower = ", ".join(f"{one.quantity} ({one.place})" for one in result.slower)
+    if slower:
         out.print(f"slower by more than {100 * result.tolerance:g}%: {slower}", style="bold red")
     if common:
         out.print(f"nothing was compared: {common}", style="bold")
 
 
 def _print_correctness(result: "CheckResult") -> None:
-    """Print the right implementations of each lab and place in a line, and a line for each other
-    one."""
-    for (lab, device, ranks), group in groupby(
-        result.correctness, key=lambda one: (one.lab, one.device, one.ranks)
-    ):
+    """Print a line of what is right for each lab and place, and a line for each other result."""
+    by_place = groupby(result.correctness, key=lambda one: (one.lab, one.device, one.ranks))
+    for (lab, device, ranks), group in by_place:
         rows = list(group)
         right = ", ".join(row.title for row in rows if row.status == "ok")
         out.print(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}")
@@ -184,16 +188,19 @@ def _row(one: "Change", machine: "Machine", common: str | None) -> tuple[str, ..
     if not math.isnan(one.ratio):
         ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
         smallest = f"{100 * (one.smallest_change - 1):.0f}%"
-    verdict: str = one.verdict
-    if one.reason:
-        verdict = "" if common else f"{one.verdict}: {one.reason}"
     speed = one.speed + describe_peak_share(one, machine)
+    verdict = _verdict(one)
+    if one.reason and common is not None:
+        verdict = ""
     return one.quantity, one.place, speed, ratio, smallest, verdict
 
 
+def _verdict(one: "Change") -> str:
+    return ": ".join(filter(None, (one.verdict, one.reason)))
+
+
 def describe_peak_share(one: "Change", machine: "Machine") -> str:
-    """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a
-    declared peak."""
+    """Word the share of a GPU's declared peak that bfloat16 matmuls reach, or ""."""
     from labkit.scaling.hardware import find_hardware
 
     if one.quantity != "matmul bfloat16" or not one.place.endswith("cuda") or math.isnan(one.rate):
@@ -205,6 +212,52 @@ def describe_peak_share(one: "Change", machine: "Machine") -> str:
     share = one.rate / 1e12 / gpu.peak_tflops
     published = gpu.matmul_tflops / gpu.peak_tflops
     return f", {100 * share:.0f}% of the peak (published: up to {100 * published:.0f}%)"
+
+
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, or folders of runs.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
+    ] = False,
+) -> None:
+    """Compare runs of several machines or commits with the first one, on the points they share.
+
+    A folder of hand-ins (`labkit hand-in`) becomes the page of a class.
+    """
+    from labkit.check.class_folder import holds_hand_ins
+    from labkit.check.class_page import write_class_page
+    from labkit.lab.commands.console import comparison_numbers
+    from labkit.lab.compare import compare_runs, write_comparison
+    from labkit.lab.runs.copies import load_runs
+    from labkit.studies import load_lab
+
+    page = output or project.project_root() / "reports" / "compare.html"
+    project.check_page(page)
+    status = 0
+    if len(runs) == 1 and holds_hand_ins(runs[0]):
+        result = write_class_page(Path(runs[0]), page)
+        lines = result.lines()
+        content: dict[str, Any] = result.describe()
+        status = result.status
+    else:
+        different, left_out = load_runs(runs)
+        for name, reason in left_out.items():
+            err.print(f"left out: {name}: {reason}")
+        pairs = compare_runs(different, load_lab)
+        lines = write_comparison(pairs, shlex.join(["labkit", "compare", *runs]), page, left_out)
+        content = {"numbers": comparison_numbers(pairs), "left_out": left_out}
+    console = out
+    if as_json:  # alone on stdout
+        console = err
+        print_json("compare", page=str(page), **content)
+    for line in (*lines, f"page: {project.path_from_here(page)}"):
+        console.print(line)
+    raise typer.Exit(status)
 
 
 def notebook(
@@ -228,9 +281,9 @@ def notebook(
     content = nbformat.read(notebook_path(lab), as_version=4)
     if student:
         content = student_notebook(content, declaration)
-    check_writable(path.parent)
-    write_file(path, nbformat.writes(content) + "\n")
-    out.print(path_from_here(path))
+    project.check_writable(path.parent)
+    project.write_file(path, nbformat.writes(content) + "\n")
+    out.print(project.path_from_here(path))
 
 
 def hand_in(
@@ -250,4 +303,4 @@ def hand_in(
     path = write_hand_in(
         name, [load_lab(lab).name for lab in labs or LABS], Path.cwd(), notebooks or ()
     )
-    out.print(path_from_here(path))
+    out.print(project.path_from_here(path))

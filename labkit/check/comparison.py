@@ -85,12 +85,9 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
     ]
     blocker = "there is no baseline"
     if baseline:
+        forbidding = [one for one in differences(baseline[-1], run) if one.forbids]
         blocker = join_words(
-            [
-                f"{one.name}: {one.before} in the baseline, {one.now} now"
-                for one in differences(baseline[-1], run)
-                if one.forbids
-            ]
+            [f"{one.name}: {one.before} in the baseline, {one.now} now" for one in forbidding]
         )
     names = list(dict.fromkeys(name for one in (current, *earlier) for name in one.names))
     parallel = {name for one in (current, *earlier) for name in one.parallel}
@@ -111,7 +108,9 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
         elif not reason and math.isnan(judged[name]["ratio"]):
             reasons = filter(None, (one.missing_reason(name) for one in earlier))
             reason = f"{next(reasons, 'it was not measured')}, in the baseline"
-        facts = {"verdict": NOT_COMPARABLE, "reason": reason} if reason else judged[name]
+        facts: dict[str, Any] = {"verdict": NOT_COMPARABLE, "reason": reason}
+        if not reason:
+            facts = judged[name]
         place = f"{counted(name[1], 'rank')}, {name[0]}"
         changes.append(Change(name[2], place, **current.speed(name), **facts))
     return changes
@@ -124,17 +123,13 @@ def _judge(
     parallel: Container[Any],
     n_compared: int,
 ) -> pd.DataFrame:
-    """Return ratio, its interval, the smallest change and the verdict of these quantities; NaN if
-    not measured."""
+    """Return ratio, interval, smallest change and verdict of these quantities; NaN if missing."""
     n_runs = len(earlier)
     rounds = pd.concat(
         [one.rounds for one in (*earlier, current)], axis=1, keys=range(n_runs + 1), names=["run"]
     )
-    sessions = (
-        _subtract_shared_change(rounds, names, parallel)
-        .T.groupby(level=["run", "session"])
-        .median()
-    )
+    remaining = _subtract_shared_change(rounds, names, parallel)
+    sessions = remaining.T.groupby(level=["run", "session"]).median()
     by_run = sessions.groupby(level="run")
     levels = by_run.median().where(by_run.count() >= MIN_SESSIONS).reindex(range(n_runs + 1))
     deviations = sessions.sub(levels, level="run").abs().groupby(level="run").median()
@@ -176,18 +171,16 @@ def judge_levels(
 def _subtract_shared_change(
     rounds: pd.DataFrame, names: Sequence[Any], parallel: Container[Any]
 ) -> pd.DataFrame:
-    """Return the rounds (run, session, repeat) of these quantities without what all of their place
-    share.
+    """Return the rounds of these quantities without what all of their place share.
 
-    The shared change of a round is the median of the other quantities, each relative to its median
-    in the baseline: all runs but the last. Only single-core quantities count, if there are any.
-    Each quantity follows it by a slope, which is fitted to the differences between rounds of one
-    run. The last run's level is subtracted as far as the levels and the rounds of the baseline's
-    runs vary: what lies beyond is left in.
+    Columns are run, session and repeat. The shared change of a round is the median of the other
+    quantities, each relative to its median in the baseline: all runs but the last. Only single-core
+    quantities count, if there are any. Each quantity follows it by a slope, which is fitted to the
+    differences between rounds of one run. The last run's level is subtracted as far as the levels
+    and the rounds of the baseline's runs vary: what lies beyond is left in.
     """
-    is_baseline = (
-        rounds.columns.get_level_values("run") < rounds.columns.get_level_values("run").max()
-    )
+    runs = rounds.columns.get_level_values("run")
+    is_baseline = runs < runs.max()
     relative = rounds.sub(rounds.loc[:, is_baseline].median(axis=1), axis=0)
     within = relative - relative.T.groupby(level="run").transform("median").T
     result = relative.reindex(names).copy()
@@ -208,13 +201,10 @@ def _subtract_shared_change(
 
 
 def _level_beyond(levels: pd.Series, rounds: pd.Series, level: float) -> float:
-    """Return by how much a level lies beyond those that the baseline's runs and rounds make likely;
-    0: it does not."""
-    freedom = max(len(levels) - 1, 0)
-    reach = (
-        float(stdtrit(freedom, 0.975) * levels.std() * math.sqrt(1 + 1 / len(levels)))
-        if freedom
-        else 0.0
-    )
+    """Return by how much a level lies beyond what the baseline makes likely; 0: it does not."""
+    reach = 0.0
+    if len(levels) > 1:
+        quantile = float(stdtrit(len(levels) - 1, 0.975))
+        reach = quantile * levels.std() * math.sqrt(1 + 1 / len(levels))
     low, high = rounds.quantile(list(RANGE))
     return level - min(max(level, levels.mean() - reach, low), levels.mean() + reach, high)

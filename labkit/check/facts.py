@@ -1,5 +1,4 @@
-"""Facts in which two checks differ: of the machine, which forbid a comparison, or of its software,
-which may explain a change."""
+"""Facts in which two checks differ: of the machine, or of its software."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,10 @@ class Difference:
     before: str
     now: str
     forbids: bool
-    """Whether it is of the machine: times of two machines are not compared."""
+    """Whether it is of the machine: times of two machines are not compared.
+
+    A difference of the software may explain a change instead.
+    """
 
     def __str__(self) -> str:
         return f"{self.name} {self.before} -> {self.now}"
@@ -50,18 +52,19 @@ def _compare_facts(
 
 def describe_hardware(machine: Machine) -> dict[str, Any]:
     """Return what two machines must have in common for a comparison of their times."""
-    quota = "" if machine.cpu_quota is None else f" (quota {machine.cpu_quota:g})"
+    cores = str(machine.cores)
+    if machine.cpu_quota is not None:
+        cores += f" (quota {machine.cpu_quota:g})"
     gpus = ", ".join(f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts)
     return {
         "processor": machine.cpu,
-        "cores": f"{machine.cores}{quota}",
+        "cores": cores,
         "GPUs": gpus or machine.no_gpu_reason,
     }
 
 
 def has_lost_hardware(before: Run, now: Run) -> bool:
-    """Return whether ranks have fewer cores, threads or GPUs than before; another processor is
-    another machine."""
+    """Return whether ranks have fewer cores, threads or GPUs of the same machine than before."""
     amounts = []
     for run in (before, now):
         machine = run.header.machine

@@ -1,5 +1,4 @@
-"""What a teacher reads first of each hand-in: the verdict on the student's code, and what to look
-at, the gravest first."""
+"""Grades of a class: the verdict on each student's code, and what a teacher should look at."""
 
 import math
 from collections import defaultdict
@@ -117,7 +116,9 @@ def _grade_lab(lab: Lab, students: Sequence[Student]) -> None:
     """Add the grade of a lab to each student, and the flags of its run."""
     # What most students set is what the teacher asked for.
     runs = [one.hand_in.runs[lab.name] for one in students if lab.name in one.hand_in.runs]
-    usual = pd.DataFrame(map(_values, runs)).mode().iloc[0].to_dict() if runs else {}
+    usual: dict[str, str] = {}
+    if runs:
+        usual = pd.DataFrame(map(_values, runs)).mode().iloc[0].to_dict()
     for student in students:
         run = student.hand_in.runs.get(lab.name)
         check = student.hand_in.checks.get(lab.name)
@@ -138,8 +139,8 @@ def _grade_lab(lab: Lab, students: Sequence[Student]) -> None:
         if grade.verdict == NOTHING:
             student.flag(Severity.NOTHING, f"{lab.name}: no code of the student was checked")
         elif grade.verdict != "right":
-            text = f"{grade.verdict}: {grade.details}" if grade.details else grade.verdict
-            student.flag(Severity.CODE, f"{lab.name}: {text}")
+            text = ": ".join(filter(None, (lab.name, grade.verdict, grade.details)))
+            student.flag(Severity.CODE, text)
 
 
 def _grade(
@@ -149,13 +150,17 @@ def _grade(
     answers: Mapping[str, Answer],
 ) -> Grade:
     """Grade by the last check, which also hangs and forbidden calls have, else by the run."""
-    machine = "" if run is None else run.header.machine.label
-    own = () if run is None else run.header.user_alternatives
-    ratio = _typical_ratio(lab, own, answers)
+    machine = ""
+    ratio = ""
+    results: list[Correctness] = []
+    if run is not None:
+        own = run.header.user_alternatives
+        machine = run.header.machine.label
+        ratio = _typical_ratio(lab, own, answers)
+        results = [one for one in verdicts(lab, run) if one.name in own]
     # A run cannot tell: what hangs is never measured, and who measures may call anything.
     if check is not None:
         return Grade(lab.name, check["verdict"], check["details"], ratio, machine)
-    results = [one for one in verdicts(lab, run) if one.name in own] if run is not None else []
     if not results:
         return Grade(lab.name, NOTHING, "", "", machine)
     bad = next((one for one in results if one.is_bad), None)
@@ -184,8 +189,10 @@ def _typical_ratio(lab: Lab, own: Sequence[str], answers: Mapping[str, Answer]) 
 def _run_flags(lab: Lab, run: Run, usual: Mapping[str, str]) -> Iterator[Flag]:
     """Yield what a teacher should look at: other parameters, wrong results, load, the clock."""
     different = {name: value for name, value in _values(run).items() if value != usual[name]}
-    for name in ["profile"] if "profile" in different else different:
-        yield Flag(Severity.PARAMETERS, f"{name} {different[name]}, the others {usual[name]}")
+    if "profile" in different:  # with which all parameters differ
+        different = {"profile": different["profile"]}
+    for name, value in different.items():
+        yield Flag(Severity.PARAMETERS, f"{name} {value}, the others {usual[name]}")
     for one in verdicts(lab, run):
         if one.is_bad:
             yield Flag(Severity.CODE, f"{_word(one)} ({one.title}): {one.reason}")
@@ -199,8 +206,7 @@ def _run_flags(lab: Lab, run: Run, usual: Mapping[str, str]) -> Iterator[Flag]:
 
 
 def _flag_outliers(lab: Lab, students: Sequence[Student]) -> None:
-    """Flag a student whose ratios are unlike those of the others' runs: another machine, or
-    another measurement than the class's."""
+    """Flag a student whose ratios are unlike the others': of another machine or measurement."""
     known = [student for student in students if lab.name in student.answers]
     if len(known) < MIN_CLASS:
         return
@@ -230,8 +236,7 @@ def _values(run: Run) -> dict[str, str]:
 
 
 def _read_work(students: Sequence[Student], labs: Sequence[str]) -> None:
-    """Find the cells that are the student's: neither of the lab's notebook nor of the one that a
-    class gets."""
+    """Find the cells that each student wrote: in neither the lab's notebook nor the class's."""
     given = set[str]()
     for lab in labs:
         original = nbformat.read(notebook_path(lab), as_version=4)
@@ -262,7 +267,8 @@ def _flag_copies(students: Sequence[Student]) -> None:
             if text.count("\n") >= MIN_COPIED_LINES:
                 groups["code", "", text, ()].append(student)
     for (what, lab, *_), alike in groups.items():
-        for student in alike if len(alike) > 1 else ():
+        same = f"{lab}: the same run" if what == "run" else "the same code"
+        for student in alike:
             others = ", ".join(one.name for one in alike if one is not student)
-            where = f"{lab}: the same run" if what == "run" else "the same code"
-            student.flag(Severity.COPY, f"{where} as {others}: one of them is a copy")
+            if others:
+                student.flag(Severity.COPY, f"{same} as {others}: one of them is a copy")

@@ -49,15 +49,18 @@ def write_hand_in(
     files = {CARD: json.dumps(card)}
     for path, file_name, text in zip(notebooks, _file_names(notebooks), texts, strict=True):
         files[f"notebooks/{file_name}"] = text
-        if (page := _page_of_notebook(path, text, handed_in)) is not None:
+        page = _page_of_notebook(path, text, handed_in)
+        if page is not None:
             files[f"notebooks/{Path(file_name).stem}.html"] = page
     for lab in handed_in:
-        if (run := runs[lab]) is not None:
-            files[f"{lab}/run.jsonl"] = run.read_text(encoding="utf-8")
         if check_file(lab).is_file():
             files[f"{lab}/check.json"] = check_file(lab).read_text(encoding="utf-8")
-        if run is not None and (page := _page_of_run(lab, run)) is not None:
-            files[f"{lab}/{lab}.html"] = page
+        run = runs[lab]
+        if run is not None:
+            files[f"{lab}/run.jsonl"] = run.read_text(encoding="utf-8")
+            page = _page_of_run(lab, run)
+            if page is not None:
+                files[f"{lab}/{lab}.html"] = page
     path = folder / f"hand-in-{file_name_of(name)}.zip"
     write_zip(path, files)
     return path
@@ -81,8 +84,7 @@ def normalize_name(name: str) -> str:
 
 
 def file_name_of(name: str) -> str:
-    """Return a name for files that every system and platform keeps: ASCII, and different for
-    different names."""
+    """Return a name for files: ASCII, which every system and platform keeps, and unique."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
     safe = re.sub(r"[^A-Za-z0-9]+", "-", plain).strip("-")
     if safe == name.replace(" ", "-"):
@@ -93,8 +95,7 @@ def file_name_of(name: str) -> str:
 
 
 def read_notebook(path: Path) -> str:
-    """Return the text of a notebook. ParameterError for a missing file and for one of another
-    kind."""
+    """Return the text of a notebook. ParameterError for a file that is none."""
     if not path.is_file():
         raise ParameterError(f"{path}: no such notebook")
     size = path.stat().st_size
@@ -138,8 +139,7 @@ def newest_run(lab: str) -> Path | None:
 
 
 def _page_of_notebook(path: Path, text: str, labs: Sequence[str]) -> str | None:
-    """Return a student's notebook as a page, with its outputs; None if it opens none of the labs,
-    or is too odd to be drawn."""
+    """Return a student's notebook as a page; None if it opens none of the labs, or is too odd."""
     lab = next((lab for lab in labs if f"labkit.studies.{lab}." in text), None)
     if lab is None:
         return None
@@ -156,9 +156,8 @@ def _page_of_notebook(path: Path, text: str, labs: Sequence[str]) -> str | None:
 def _page_of_run(lab: str, run: Path) -> str | None:
     """Return the lab's page if it shows this run, or None: another run's would mislead."""
     page = project_root() / "reports" / f"{lab}.html"
-    record: Any = None
     try:
-        record = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+        record: Any = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
         text = page.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None

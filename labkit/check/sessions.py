@@ -22,12 +22,12 @@ COLUMNS = {"FLOP/s": "flops_per_s", "B/s": "bytes_per_s"}
 
 
 class SessionTimes:
-    """Times of a run's undisturbed sessions, as logarithms: `rounds` by quantity (row), session and
-    round (columns).
+    """Times of a run's undisturbed sessions, as logarithms.
 
-    `medians`: of the sessions, NaN if they are too few; `noise`: the distance of the two turns of
-    each round. `parallel`: quantities of several cores. `exchange`: time in which two ranks
-    exchange a message, over that of a call; NaN if unknown.
+    `rounds`: by quantity (row), session and round (columns). `medians`: of the sessions, NaN if
+    they are too few; `noise`: the distance of the two turns of each round. `parallel`: quantities
+    of several cores. `exchange`: time in which two ranks exchange a message, over that of a call;
+    NaN if unknown.
     """
 
     def __init__(self, run: Run) -> None:
@@ -40,10 +40,8 @@ class SessionTimes:
         self.parallel = set(several[QUANTITY].itertuples(index=False, name=None))
         rows = rows[~rows["point"].isin(list(run.busy))]
         self._work = rows.groupby(QUANTITY)[["work", "unit"]].first()
-        slowest = np.log(
-            rows.groupby([*QUANTITY, "session", "repeat", "turn"], sort=False)["seconds"].max()
-        )
-        turns = slowest.unstack("turn").reindex(columns=TURNS)
+        by_turn = rows.groupby([*QUANTITY, "session", "repeat", "turn"], sort=False)
+        turns = np.log(by_turn["seconds"].max()).unstack("turn").reindex(columns=TURNS)
         self.rounds = turns.mean(axis=1).unstack(["session", "repeat"])
         distances = (turns[TURNS[1]] - turns[TURNS[0]]).groupby([*QUANTITY, "session"]).median()
         self.noise = abs(distances.groupby(QUANTITY).median())
@@ -55,7 +53,9 @@ class SessionTimes:
             if load.exchange_s and point not in run.busy
         ]
         call_s = math.exp(self.medians.get(("cpu", 1, "call"), math.nan))
-        self.exchange = float(np.median(exchange)) / call_s if exchange else math.nan
+        self.exchange = math.nan
+        if exchange:
+            self.exchange = float(np.median(exchange)) / call_s
 
     def speed(self, name: tuple[Any, ...]) -> dict[str, Any]:
         """Return the seconds per sample, the rate of its work, and either of them as text."""

@@ -43,8 +43,7 @@ this notebook: `labkit hand-in "YOUR NAME" {lab} --notebook {lab}.ipynb`
 
 
 def student_notebook(notebook: Any, lab: Lab) -> Any:
-    """Return a copy of the lab's notebook without implementations, answers and solutions, which
-    the student writes, and with the task below its first text."""
+    """Return a copy of the lab's notebook with the task instead of what the student writes."""
     result = copy.deepcopy(notebook)
     cells = list[Any]()
     for cell in result.cells:
@@ -56,8 +55,7 @@ def student_notebook(notebook: Any, lab: Lab) -> Any:
 
 
 def _student_cells(cell: Any, lab: Lab, before: list[Any]) -> list[Any]:
-    """Return what stands in the place of a cell. The source of an implementation takes the text
-    that announces it along."""
+    """Return what stands in the place of a cell; `before` are the cells above it."""
     if cell.cell_type == "markdown":
         text = cell.source
         if CODE_BLOCK.search(text):
@@ -66,13 +64,15 @@ def _student_cells(cell: Any, lab: Lab, before: list[Any]) -> list[Any]:
         return [cell] if cell.source else []
     cell.outputs = []
     if SHOWS_SOURCE.search(cell.source):
+        # The text that announces the source of an implementation goes with it.
         if before and before[-1].cell_type == "markdown":
             before[-1].source = LEAD_IN.sub("", before[-1].source)
             if not before[-1].source:
                 before.pop()
         return []
-    if ids := ANSWERS.findall(cell.source):
-        return list(_answer_cells(lab, ids))
+    questions = ANSWERS.findall(cell.source)
+    if questions:
+        return list(_answer_cells(lab, questions))
     return [cell]
 
 

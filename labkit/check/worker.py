@@ -91,17 +91,20 @@ def sizes_on(memory_bytes: int) -> str:
     Always the same on one machine: other sizes are not comparable.
     """
     large = CheckPoint(device="cuda", sizes="cuda")
-    return large.sizes if large.needed_bytes <= MAX_SHARE * memory_bytes else "small cuda"
+    if large.needed_bytes <= MAX_SHARE * memory_bytes:
+        return large.sizes
+    return "small cuda"
 
 
 class Quantity(NamedTuple):
-    """An action, the calls and the work of one sample, and the unit of work per second ("s": only
-    time counts)."""
+    """An action that is timed, and the work of one sample of it."""
 
     action: Callable[[], Any]
     calls: int = 1
+    """Of the action in a sample."""
     work: float = 0.0
     unit: str = "s"
+    """Of the work per second; "s": only time counts."""
     uses_all_threads: bool = False
     """Threads exchange data at a rate that depends on where a host places its cores; a single one
     does not."""
@@ -117,40 +120,42 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     # labkit sets the threads of its ranks; other programs obey this variable, "4" or "4,2" for
     # nested ones
     limit = os.environ.get(THREADS, "").partition(",")[0]
-    n_threads = (
-        max(1, min(torch.get_num_threads(), int(limit)))
-        if limit.isdecimal()
-        else torch.get_num_threads()
-    )
-    quantities = (
-        _one_rank(device, SIZES_ON[point.sizes])
-        if point.world_size == 1
-        else dict(_all_ranks(device))
-    )
+    n_threads = torch.get_num_threads()
+    if limit.isdecimal():
+        n_threads = max(1, min(n_threads, int(limit)))
+    before = None
+    if point.world_size == 1:
+        quantities = _one_rank(device, SIZES_ON[point.sizes])
+    else:
+        quantities = dict(_all_ranks(device))
+        before = dist.barrier
+    threads = dict.fromkeys(quantities, 1)
+    for name, quantity in quantities.items():
+        if quantity.uses_all_threads:
+            threads[name] = n_threads
     turns = {f"{name} {turn}": (name, turn) for name in quantities for turn in TURNS}
     spread = torch.zeros(PARALLEL_FLOATS)
 
     def set_threads(turn: str) -> None:
-        torch.set_num_threads(n_threads if quantities[turns[turn][0]].uses_all_threads else 1)
+        name, _ = turns[turn]
+        torch.set_num_threads(threads[name])
         spread.add_(1)  # starts the threads
 
     samples = time_interleaved(
         {turn: quantities[name].sample for turn, (name, _) in turns.items()},
         device=device,
         prepare=set_threads,
-        before=dist.barrier if point.world_size > 1 else None,
+        before=before,
         **point.rounds,
     )
     for key, (name, turn) in turns.items():
         quantity = quantities[name]
-        row: dict[str, Any] = {
+        yield {
             "quantity": name,
             "turn": turn,
             "unit": quantity.unit,
             "work": quantity.work,
-        }
-        yield row | {
-            "threads": n_threads if quantity.uses_all_threads else 1,
+            "threads": threads[name],
             "seconds": samples[key],
         }
     if device != "cpu" and point.session == 1 and has_triton():
@@ -158,8 +163,7 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
 
 
 def kernel_rows() -> Iterator[dict[str, Any]]:
-    """Yield registers, and spilled bytes per thread, of each Triton kernel of labkit that this
-    process compiled."""
+    """Yield registers and spilled bytes per thread of each kernel that this process compiled."""
     from labkit.nn.flash_launch import KERNELS  # needs Triton
 
     for name, function in KERNELS.items():
@@ -169,8 +173,7 @@ def kernel_rows() -> Iterator[dict[str, Any]]:
 
 
 def _one_rank(device: str, sizes: Sizes) -> Mapping[str, Quantity]:
-    """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, a training
-    step; on one core."""
+    """Return matmuls by dtype, a copy, a call, attention in both passes, and a training step."""
     source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
     quantities = {
         f"matmul {dtype}": _matmul(device, dtype, sizes.product)
@@ -192,8 +195,9 @@ def _one_rank(device: str, sizes: Sizes) -> Mapping[str, Quantity]:
         SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device
     )
     quantities["training step"] = Quantity(step.run)
-    for name in ("matmul float32", "copy") if device == "cpu" else ():
-        quantities[f"{name}, all threads"] = quantities[name]._replace(uses_all_threads=True)
+    if device == "cpu":  # a GPU has no threads to share out
+        for name in ("matmul float32", "copy"):
+            quantities[f"{name}, all threads"] = quantities[name]._replace(uses_all_threads=True)
     return quantities
 
 
