@@ -63,6 +63,23 @@ def test_a_record_with_releases_on_another_thread_is_repeated(monkeypatch):
     assert "other threads freed" in measure_second_peak(list, run, device="cpu")["reason"]
 
 
+def test_a_record_like_the_one_before_is_the_last():
+    made = []
+
+    def make():
+        made.append(1)
+        return []
+
+    def run(mine):
+        handed = [_bytes(8 * MIB)]
+        thread = threading.Thread(target=handed.clear)
+        thread.start()
+        thread.join()
+
+    assert measure_second_peak(make, run, device="cpu")["status"] == "refused"
+    assert len(made) == 2
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
 def test_the_peak_of_the_process_counts_what_is_gone_and_no_earlier_peak():
     _bytes(128 * MIB)

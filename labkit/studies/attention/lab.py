@@ -51,8 +51,9 @@ class AttentionConfig(DeviceConfig):
         name for name in IMPLEMENTATIONS if name != "sdpa_math"
     ]
     """Compared with naive attention. SDPA's unfused backend is measured only if it is named."""
-    compiled_sequences: list[Length] = [1024]
-    """Lengths at which compiled attention is measured: each shape takes seconds to compile."""
+    compiled_sequences: list[Length] = []
+    """Lengths at which compiled attention is measured; none on a CPU but in the profile `paper`,
+    since each shape takes seconds to compile."""
     batch: Count = 1
     """Sequences times heads."""
     causal: bool = True

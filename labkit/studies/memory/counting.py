@@ -6,8 +6,10 @@ on real tensors: some operators, an LSTM's among them, allocate more than their 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
@@ -29,6 +31,8 @@ PARTS = (
 `inputs`: tokens and tables of rotary positions."""
 
 LISTED = 10  # allocations
+FEW_LAYERS = (3, 4)
+"""Layers of the steps that stand for one of more layers; with two, layers differ from others."""
 
 
 class CountedStep:
@@ -139,16 +143,7 @@ def count_rows(
     """
     counted = count_phases(phases, **arguments)
     for phase in phases:
-        peak = counted.peak(phase)
-        during = counted.part_of_step(peak.moment) if phase == "full_step" else phase
-        row = {
-            "table": "peak",
-            "method": "counted",
-            "phase": phase,
-            "peak_bytes": peak.n_bytes,
-            "peak_during": during,
-        }
-        yield row | _parts(peak.by_category())
+        yield _peak_row(counted, phase)
     if has_details:
         start, end = counted.spans["full_step"]
         for moment, live in timeline_between(counted.ledger.allocations, start, end):
@@ -157,6 +152,61 @@ def count_rows(
                 live
             )
         yield from _allocation_rows(counted)
+
+
+def extrapolate_full_step(source: Any, **arguments: Any) -> dict[str, Any] | None:
+    """Return the peak's row of a full step of many layers, from those of 3 and 4 layers.
+
+    Each layer allocates the same, so bytes at either end of a pass grow by the same amount per
+    layer, and those in between lie on a line but for what one layer holds for a moment. None if
+    the end at which the peak is does not grow fastest, since another one may be higher with more
+    layers; also for a model of few layers, with checkpoints, or without a shape.
+    """
+    is_shape = isinstance(source, TransformerShape)
+    if not is_shape or source.n_layers <= sum(FEW_LAYERS) or arguments.get("checkpoint_segment"):
+        return None
+    few = [
+        count_phases(("full_step",), source=replace(source, n_layers=n), **arguments)
+        for n in FEW_LAYERS
+    ]
+    fewer, more = (_live_at_ends(counted) for counted in few)
+    growth = more - fewer
+    at = {_nearest_end(counted) for counted in few}
+    if len(at) > 1 or growth[at.pop()] < growth.max():
+        return None
+    small, large = (_peak_row(counted, "full_step") for counted in few)
+    n_more = source.n_layers - FEW_LAYERS[1]
+    bytes_of = (name for name in large if name.endswith("_bytes"))
+    return large | {name: large[name] + n_more * (large[name] - small[name]) for name in bytes_of}
+
+
+def _peak_row(counted: CountedStep, phase: str) -> dict[str, Any]:
+    peak = counted.peak(phase)
+    row = {
+        "table": "peak",
+        "method": "counted",
+        "phase": phase,
+        "peak_bytes": peak.n_bytes,
+        "peak_during": counted.part_of_step(peak.moment) if phase == "full_step" else phase,
+    }
+    return row | _parts(peak.by_category())
+
+
+def _ends(counted: CountedStep) -> list[int]:
+    """Return the moments at which the passes of a full step begin, and its last one."""
+    start, end = counted.spans["full_step"]
+    return [start, counted.spans["backward"][0], counted.spans["optimizer"][0], end]
+
+
+def _live_at_ends(counted: CountedStep) -> np.ndarray:
+    allocations = counted.ledger.allocations
+    live = [peak_between(allocations, moment, moment).n_bytes for moment in _ends(counted)]
+    return np.array(live)
+
+
+def _nearest_end(counted: CountedStep) -> int:
+    distances = np.abs(np.array(_ends(counted)) - counted.peak("full_step").moment)
+    return int(distances.argmin())
 
 
 def _parts(by_category: Mapping[str, int]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from labkit.lab.point import ModelPoint
 from labkit.lab.project import runs_directory
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
-from labkit.studies.memory.counting import count_phases, count_rows
+from labkit.studies.memory.counting import count_phases, count_rows, extrapolate_full_step
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.torch_private import write_memory_snapshot
 
@@ -133,7 +133,12 @@ def _write_snapshot(point: MemoryPoint, run: Callable[[], Any]) -> None:
 
 
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    for row in count_rows(point.phases, has_details=point.has_details, **_step_arguments(point)):
+    arguments = _step_arguments(point)
+    row = None
+    if point.phases == (FULL_STEP,) and not point.has_details:
+        row = extrapolate_full_step(**arguments)
+    rows = count_rows(point.phases, has_details=point.has_details, **arguments)
+    for row in [row] if row is not None else rows:
         if row["table"] == "peak":
             row |= predict_peak(point, row["phase"])
         yield row

@@ -42,7 +42,7 @@ class ShardingConfig(DeviceConfig):
     transports: Some[Annotated[str, one_of(lambda: CHOICES)]] = [AUTO]
     """Of labkit's implementations; "auto": shared memory if possible. torch's use the backend."""
     world_sizes: WorldSizes = [2]
-    memory_world_sizes: WorldSizes = [2, 4]
+    memory_world_sizes: WorldSizes = [2]
     batch: Count = 1
     context_length: Count = 32
     warmup: Warmup = 0
@@ -191,6 +191,7 @@ LAB = Lab(
     paper={
         "sizes": ["mini", "small"],
         "world_sizes": [2, 4],
+        "memory_world_sizes": [2, 4],
         "batch": 4,
         "context_length": 64,
         "warmup": 1,
