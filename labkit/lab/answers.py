@@ -140,10 +140,13 @@ class Compare(Question):
         table, pooled = judge_together(table, pool_configurations(table, metric.compare))
         leaders = metric.leaders(table) or overall_leaders(pooled)
         rows = table[table[metric.compare] == leaders[0]] if leaders else table
-        overall = pooled.get(leaders[0]) if leaders else None
         better = rows[rows["verdict"] == "faster"]
         worse = rows[rows["verdict"] == "slower"]
         counts = Counts(len(rows), len(better), len(worse))
+        overall = None
+        # An average of gains and losses describes none of the configurations.
+        if leaders and not (counts.better and counts.worse):
+            overall = pooled.get(leaders[0])
         verdict: Verdict = "undecided"
         if rows["p"].notna().any():
             verdict = decide(counts, overall, rows["ratio"], has_winner=bool(leaders))
@@ -280,15 +283,16 @@ class Report(Question):
     table: Table
     says: str
     pick: Callable[[pd.DataFrame], Any] = lambda table: table.index[-1]
-    """Returns the label of the row; the last by default."""
+    """Returns the label of the row; the last by default. None: no row answers the question."""
     verdict: Verdict = "measured"
     configuration: tuple[str, ...] = ()
 
     def find(self, results: Results) -> Answer | None:
         table = self.table(results)
-        if table.empty:
+        picked = None if table.empty else self.pick(table)
+        if picked is None:
             return None
-        values = table.loc[self.pick(table)].to_dict()
+        values = table.loc[picked].to_dict()
         for column in set(values) & set(results.alternatives):
             values[column] = results.names.get(values[column], values[column])
         return Finding(

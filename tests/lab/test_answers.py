@@ -223,6 +223,7 @@ def test_a_gain_in_a_few_configurations_is_none_over_all():
     assert answer.high < 0.3
     opposite = ask(frame({"a": [0.2, 0.2, 0.2, 1.3]}))
     assert opposite.verdict == "it depends"
+    assert opposite.overall is None
     assert ask(frame({"a": [0.5]})).overall is None
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from labkit.lab.calibration import LIMITS
 from labkit.lab.config import ParameterError
+from labkit.lab.pages.report import plan_report
 from labkit.lab.pages.report_time import PAGE_S, ReportTime
 from labkit.lab.point import START_S
 from labkit.lab.project import runs_directory
@@ -84,8 +85,8 @@ def test_points_take_as_long_as_when_they_were_recorded_times_how_much_slower_th
 ):
     lab = load_lab("attention")
     machine = describe_machine()
-    points = lab.plan(lab.profiles["quick"], machine)
     run = recorded("attention")
+    points = lab.plan(lab.config.model_validate(run.header.config), machine)
     monkeypatch.setattr(budget, "newest_runs", lambda folder: [run])
     monkeypatch.setattr(budget, "slowness", lambda calibration, machine: 1.0)
     once = sum(expected_seconds(lab, points, machine).values())
@@ -192,3 +193,16 @@ def test_points_are_named_by_what_they_do_not_have_in_common():
     assert points[0].title_among(points) != points[1].title_among(points)
     assert "fine" not in points[0].title_among(points)
     assert points[0].title_among(points[:1]) == points[0].title()
+
+
+def test_limits_are_shortened_and_other_labs_get_their_share(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.lab.pages.report_time.time.monotonic", lambda: 0.0)
+    pages = plan_report([load_lab(LIMITS), load_lab("attention")], {"profile": "quick"}, tmp_path)
+    expected = {LIMITS: 30.0, "attention": 60.0}
+    short, shared = map(ReportTime(expected, deadline=60.0 + 2 * PAGE_S).limit, pages)
+    assert short.parameters["config"]["repeats"] < pages[0].config.repeats
+    assert "budget_s" not in short.parameters["config"]
+    # what is left once the limits have ended, here at once
+    assert shared.parameters["config"]["budget_s"] == pytest.approx(60.0 + PAGE_S)
+    assert ReportTime(expected, deadline=1000.0).limit(pages[0]) == pages[0]
+    assert ReportTime(expected).limit(pages[1]) == pages[1]

@@ -4,6 +4,9 @@ From the recorded run of each lab, one kind of rows after another is taken away;
 notebook's cells build of the rest must come without an exception.
 """
 
+import random
+from itertools import product
+
 import pytest
 
 from labkit.studies import LABS, load_lab
@@ -57,3 +60,15 @@ def test_a_page_whose_alternatives_all_failed(lab):
 def test_a_page_without_some_rows_of_its_points(lab, column, value):
     run = run_of(recorded(lab), lambda _, row: None if row["values"].get(column) == value else row)
     carry_out(load_lab(lab), run)
+
+
+@pytest.mark.parametrize(
+    ("lab", "seed"), thinned(product(LABS, range(4)), lambda lab, seed: not seed)
+)
+def test_a_page_of_few_points(lab, seed):
+    """As in a report that had no time for the others."""
+    run = recorded(lab)
+    points = list(run.header.planned.values())
+    rng = random.Random(seed)
+    kept = rng.sample(points, rng.randint(0, len(points) // 2))
+    carry_out(load_lab(lab), run_of(run, lambda point, row: row if point in kept else None))

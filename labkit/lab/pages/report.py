@@ -76,13 +76,12 @@ class PlannedPage:
     parameters: Mapping[str, Any]
     config: LabConfig
 
-    def within(self, seconds: float) -> "PlannedPage":
-        """Return the same page with points for so many seconds."""
+    def with_config(self, values: Mapping[str, Any]) -> "PlannedPage":
+        """Return the same page with these parameters of its lab."""
         config = self.parameters.get("config")
         if config is None:
             config = notebook_parameters(self.notebook, self.study.name)["config"]
-        parameters = {**self.parameters, "config": config | {"budget_s": round(seconds, 1)}}
-        return replace(self, parameters=parameters)
+        return replace(self, parameters={**self.parameters, "config": {**config, **values}})
 
 
 def plan_report(

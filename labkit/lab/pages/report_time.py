@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from labkit.lab.calibration import LIMITS
 from labkit.lab.pages.report import PlannedPage
 from labkit.lab.runs.budget import expected_lab_seconds
+from labkit.lab.runs.measure import SHORT_LIMITS
 from labkit.machine.description import describe_machine
 from labkit.machine.load import slowdown_by_others
 
@@ -37,16 +38,21 @@ class ReportTime:
 
     def limit(self, page: PlannedPage) -> PlannedPage:
         """Return the next page with points for the time that its lab may take."""
-        name = page.study.name
-        if not self.is_limited or name == LIMITS:  # the other labs predict by the limits
+        if not self.is_limited:
             return page
-        return page.within(self.shares(name)[name])
+        name = page.study.name
+        if name != LIMITS:
+            return page.with_config({"budget_s": round(self.shares(name)[name], 1)})
+        # The other labs predict by all points of this one, but short ones do.
+        if self.total_s > self.deadline - time.monotonic():
+            return page.with_config(SHORT_LIMITS)
+        return page
 
     def shares(self, first: str | None = None) -> dict[str, float]:
         """Return the seconds that the points of each lab may take, from the `first` one on.
 
         They are in proportion to the expected ones. Each lab that ends changes those of the others:
-        what it took too much or too little is divided among them. The limits are measured whole.
+        what it took too much or too little is divided among them. No limits are left out.
         """
         names = list(self.expected)
         to_come = {name: self.expected[name] for name in names[names.index(first or names[0]) :]}

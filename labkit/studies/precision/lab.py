@@ -136,7 +136,7 @@ LAB = Lab(
             id="dtypes",
             text="Which dtype does each part of a model have under autocast?",
             table=dtypes,
-            pick=lambda table: table.index[table["autocast"] == "bfloat16"][-1],
+            pick=lambda table: max(table.index[table["autocast"] == "bfloat16"], default=None),
             configuration=("device", "model"),
             says=(
                 "Under autocast to bfloat16 the logits are {logits}; parameters and gradients stay"
