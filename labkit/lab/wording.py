@@ -81,7 +81,10 @@ def _compare(answer: Comparison) -> tuple[str, str, str]:
     if answer.verdict == "no" and counts.worse < counts.total:
         text = f"{name} is never measurably {phrases.better} than {baseline}"
         return "No", "", f"{text}, and {phrases.worse} in some configurations."
-    clause = f"{name} {_clause(answer)} {baseline}"
+    size = amount(answer)
+    assert size is not None
+    phrase = size.phrase
+    clause = f"{name} {phrase.verb} {size.text} {phrase.words} {phrase.preposition} {baseline}"
     if answer.is_overall:
         return capitalize(answer.verdict), f"over all {counts.total} configurations", f"{clause}."
     if answer.verdict == "no":
@@ -141,13 +144,6 @@ def overall(answer: Answer) -> str:
     if one.low == one.high:
         return f"{start}: no difference of 3% or more."
     return f"{start}: between {low} and {high}."
-
-
-def _clause(answer: Comparison) -> str:
-    size = amount(answer)
-    assert size is not None
-    phrase = size.phrase
-    return f"{phrase.verb} {size.text} {phrase.words} {phrase.preposition}"
 
 
 def _check(answer: Agreement) -> tuple[str, str, str]:
@@ -242,9 +238,8 @@ def describe_region(region: Region) -> str:
     match region.relation:
         case "among" if name == "transport":
             words = {"shared": "shared memory"}
-            return "over " + join_words(
-                [words.get(value, label(name, value)) for value in region.values]
-            )
+            places = [words.get(value, label(name, value)) for value in region.values]
+            return f"over {join_words(places)}"
         case "among":
             return f"for {names}"
         case "equal":

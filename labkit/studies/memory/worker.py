@@ -134,11 +134,13 @@ def _write_snapshot(point: MemoryPoint, run: Callable[[], Any]) -> None:
 
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     arguments = _step_arguments(point)
-    row = None
+    extrapolated = None
     if point.phases == (FULL_STEP,) and not point.has_details:
-        row = extrapolate_full_step(**arguments)
-    rows = count_rows(point.phases, has_details=point.has_details, **arguments)
-    for row in [row] if row is not None else rows:
+        extrapolated = extrapolate_full_step(**arguments)
+    if extrapolated is not None:
+        yield extrapolated | predict_peak(point, FULL_STEP)
+        return
+    for row in count_rows(point.phases, has_details=point.has_details, **arguments):
         if row["table"] == "peak":
             row |= predict_peak(point, row["phase"])
         yield row
