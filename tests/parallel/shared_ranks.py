@@ -6,8 +6,8 @@
         ...  # on every rank; raises, or returns what is wrong
 
 A check is one point of a launch (`labkit.parallel.launch`). The launch has more points than there
-are checks, and the ranks find in a file what the next one is. If ranks die or hang, that check
-fails, and the next one gets new ranks.
+are checks, and the ranks find in files which function the next one calls, and with what. If ranks
+die or hang, that check fails, and the next one gets new ranks.
 """
 
 import atexit
@@ -71,7 +71,7 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
 def run_check(check: Check, arguments: dict[str, Any], world_size: int) -> dict[int, list[str]]:
     """Run a check on that many ranks; return what is wrong, by rank. RankError if it raises."""
     ranks = _shared_ranks(world_size)
-    ranks.next_task(serialize((check, arguments)))
+    ranks.next_task(check, arguments)
     wrong: dict[int, list[str]] = {}
     for item in ranks.items:
         if isinstance(item, Row):
@@ -89,14 +89,20 @@ class _SharedRanks:
     def __init__(self, world_size: int) -> None:
         self._folder = TemporaryDirectory(prefix="labkit-checks-")
         self._n_tasks = 0
+        self._checks: dict[Check, Path] = {}
         worker = partial(_run_task, Path(self._folder.name))
         points = range(MAX_CHECKS)
         self.items = launch(worker, points, world_size=world_size, timeout_s=TIMEOUT_S)
         atexit.register(self._close)
 
-    def next_task(self, task: bytes) -> None:
+    def next_task(self, check: Check, arguments: dict[str, Any]) -> None:
         """Put down what the next point is."""
-        (Path(self._folder.name) / str(self._n_tasks)).write_bytes(task)
+        folder = Path(self._folder.name)
+        # Once: a check takes the globals that it uses along, which may be all cases of a module.
+        if check not in self._checks:
+            self._checks[check] = folder / f"check-{len(self._checks)}"
+            self._checks[check].write_bytes(serialize(check))
+        (folder / str(self._n_tasks)).write_bytes(serialize((self._checks[check], arguments)))
         self._n_tasks += 1
 
     def _close(self) -> None:
@@ -115,7 +121,8 @@ def _run_task(folder: Path, point: int) -> Iterator[dict[str, Any]]:
     torch names a group that only its members make (`use_local_synchronization`) by how many groups
     a rank is in. With leftovers on some ranks the names would differ, and the ranks would wait.
     """
-    check, arguments = pickle.loads((folder / str(point)).read_bytes())
+    path, arguments = pickle.loads((folder / str(point)).read_bytes())
+    check = _load_check(path)
     groups = distributed_c10d._world.pg_map
     before = set(groups)
     yield {"wrong": list(check(**arguments) or [])}
@@ -136,6 +143,11 @@ def shared_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 _kept_groups: set[dist.ProcessGroup] = set()
+
+
+@cache
+def _load_check(path: Path) -> Check:
+    return pickle.loads(path.read_bytes())
 
 
 def find_accepted(
