@@ -15,14 +15,14 @@ from scipy.special import chdtri, stdtrit
 
 from labkit.bench.statistics import moderate_variance
 
+# Probability that a comparison of an unchanged machine reports a change.
 FALSE_ALARMS = 0.05
-"""Probability that a comparison of an unchanged machine reports a change."""
+# Smallest drift, a standard deviation: three runs may be alike by chance.
 MIN_DRIFT = 0.01
-"""Smallest drift, a standard deviation: three runs may be alike by chance."""
+# Degrees of freedom from which a quantity helps to estimate the drift: three runs of one set.
 MIN_FREEDOM = 2
-"""Degrees of freedom from which a quantity helps to estimate the drift: three runs of one set."""
+# Weight, in degrees of freedom, of the assumption that all quantities drift alike.
 PRIOR_FREEDOM = 10.0
-"""Weight, in degrees of freedom, of the assumption that all quantities drift alike."""
 
 
 def compare_levels(

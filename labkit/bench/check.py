@@ -15,8 +15,8 @@ backends: Any = torch.backends  # modules whose types are incomplete
 cudnn = backends.cudnn
 
 
+# Columns of a row whose result is right.
 OK = {"status": "ok"}
-"""Columns of a row whose result is right."""
 
 
 def status_columns(wrong: str | None) -> dict[str, str]:
@@ -116,9 +116,9 @@ def deterministic_math() -> Iterator[None]:
             unit.fp32_precision = precision
 
 
+# Relative error of a matmul whose operands have TF32's ten bits. Rounding them is off by 2**-12,
+# truncating them, as some GPUs do, by twice that.
 TF32_LIMIT = 2.0**-10
-"""Relative error of a matmul whose operands have TF32's ten bits. Rounding them is off by 2**-12,
-truncating them, as some GPUs do, by twice that."""
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,17 @@ from labkit.bench.intervals import FALSE_DISCOVERY_RATE, MIN_SAMPLES, rounds_to_
 
 Action = Callable[[], Any]
 Device = str | torch.device
+# Seconds by alternative and part, one per round.
 Samples = dict[str, dict[str, list[float]]]
-"""Seconds by alternative and part, one per round."""
 T = TypeVar("T")
 
+# Rounds after which the number of all rounds is decided.
 PILOT_ROUNDS = MIN_SAMPLES
-"""Rounds after which the number of all rounds is decided."""
+# Fewest rounds after a pilot that is discarded.
 MIN_ROUNDS = 8
-"""Fewest rounds after a pilot that is discarded."""
+# Share of the set-up's time that rounds may take in any case. Six rounds after a minute of
+# compiling would leave undecided what ten seconds more decide.
 SET_UP_SHARE = 0.3
-"""Share of the set-up's time that rounds may take in any case.
-
-Six rounds after a minute of compiling would leave undecided what ten seconds more decide.
-"""
 
 
 def time_interleaved(
@@ -180,8 +178,8 @@ class SetUp:
         return time.perf_counter() - self._start
 
 
+# Of this process, which measures one point at a time.
 set_up = SetUp()
-"""Of this process, which measures one point at a time."""
 
 
 class RoundsPlan(NamedTuple):

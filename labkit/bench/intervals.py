@@ -15,19 +15,17 @@ from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
 TAIL = (1 - CONFIDENCE) / 2
+# Half of the usual 5%. Successive rounds resemble one another, and intervals do not cover all of
+# that.
 FALSE_DISCOVERY_RATE = 0.025
-"""Half of the usual 5%.
-
-Successive rounds resemble one another, and intervals do not cover all of that.
-"""
+# Probability with which as many rounds as are planned show the gain that they are planned for.
 POWER = 0.8
-"""Probability with which as many rounds as are planned show the gain that they are planned for."""
+# Five samples cannot bound the median with 95%: 2 * 0.5**5 > 0.05.
 MIN_SAMPLES = 6
-"""Five samples cannot bound the median with 95%: 2 * 0.5**5 > 0.05."""
 MIN_FOR_SIGNED_RANKS = 12
 MIN_FOR_CORRELATION = 20
+# More samples are reduced to this many quantiles.
 MAX_VALUES = 500
-"""More samples are reduced to this many quantiles."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from functools import cache
 
 MAX_NAME = 100
 
+# In the order in which figures stack them.
 FAMILIES = (
     *("matmul", "attention", "softmax", "loss", "norm", "elementwise", "reduction"),
     *("embedding", "copy", "communication", "optimizer", "dispatch", "other"),
 )
-"""In the order in which figures stack them."""
+# A name belongs to the first family whose pattern it contains.
 _RULES = (
     ("communication", r"^nccl|^gloo:|^c10d::"),
     (
@@ -54,11 +55,10 @@ _RULES = (
         r"[_a-z]*$",
     ),
 )
-"""A name belongs to the first family whose pattern it contains."""
+# Template arguments that name a kernel's work: "MulFunctor", "GemmUniversal".
 _WORK = re.compile(
     r"\w*[Ff]unctor\w*|\w+Ops\b|\w+_kernel_cuda|\w+_kernel(?=\()|\w+KernelImpl|Gemm\w+"
 )
-"""Template arguments that name a kernel's work: "MulFunctor", "GemmUniversal"."""
 
 
 @cache

@@ -31,8 +31,8 @@ from labkit.bench.trace import profiled
 
 WINDOW = "labkit.window."
 MAX_RECORDS = 4
+# Of a peak: the share by which a record may be too high.
 MAX_EXCESS = 0.01
-"""Of a peak: the share by which a record may be too high."""
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from labkit.bench.clock import set_up
 
 COPY_BYTES = 64_000_000
+# Number of float32 elements that two ranks send one another, and of round trips.
 MESSAGES = {"ping_s": (1, 100), "exchange_s": (2**18, 15)}
-"""Number of float32 elements that two ranks send one another, and of round trips."""
+# Key of the row that carries the probe; no worker's value has a name with a blank.
 PROBE = "machine probe"
-"""Key of the row that carries the probe; no worker's value has a name with a blank."""
 
 
 def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[Any]:

@@ -31,20 +31,15 @@ from labkit.bench.intervals import (
 
 Verdict = Literal["faster", "slower", "no difference shown"]
 
+# Smallest relative difference that counts. Two runs differ by more than the repeats within a run.
 MIN_RELEVANT_DIFFERENCE = 0.03
-"""Smallest relative difference that counts.
-
-Two runs differ by more than the repeats within a run.
-"""
+# Freedom of the prior for variances of settings, a scaled inverse chi-squared one. A larger value
+# raises false claims above 5% if every fifth setting varies ten times as much as the others. A
+# smaller one makes small tables claim nothing (`tests/bench/test_sessions.py`).
 PRIOR_FREEDOM = 3.0
-"""Freedom of the prior for variances of settings, a scaled inverse chi-squared one.
-
-A larger value raises false claims above 5% if every fifth setting varies ten times as much as the
-others. A smaller one makes small tables claim nothing (`tests/bench/test_sessions.py`).
-"""
 MEDIAN_EFFICIENCY = 2 / np.pi
+# Correlation of two alternatives' ratios: half of the variance of each is their baseline's.
 BASELINE_CORRELATION = 0.5
-"""Correlation of two alternatives' ratios: half of the variance of each is their baseline's."""
 
 
 def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:

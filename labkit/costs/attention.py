@@ -8,8 +8,8 @@ x s x d forward, five backward (one recomputes the scores), half of that if caus
 implementation does.
 """
 
+# Five matmuls backward for two forward.
 BACKWARD_OVER_FORWARD = 2.5
-"""Five matmuls backward for two forward."""
 
 
 def forward_flops(b: int, s: int, d: int, *, causal: bool) -> float:

@@ -14,22 +14,20 @@ import numpy as np
 
 from labkit.costs.communication import AT_ONCE, MessageCost
 
+# Pairs (FLOPs or bytes, seconds), from small to large.
 Curve = tuple[tuple[float, float], ...]
-"""Pairs (FLOPs or bytes, seconds), from small to large."""
 ALL_REDUCE = "all-reduce"
 MESSAGE = "a message"
 BURST = "messages at once"
 # have rates of several ranks, behind those of one, and errors of transports
 OLDER_RUNS = {"extra": "ignore"}
+# The transport between GPUs; the others move what lies in the CPU's memory.
 NCCL = "NCCL"
-"""The transport between GPUs; the others move what lies in the CPU's memory."""
 ROW = "messages in a row"
 IN_A_ROW = 4
+# Timed to separate a message from its call. Successive messages, and an all-reduce made of
+# messages.
 DOUBLING = "recursive doubling"
-"""Timed to separate a message from its call.
-
-Successive messages, and an all-reduce made of messages.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

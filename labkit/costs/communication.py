@@ -25,12 +25,12 @@ class MessageCost(NamedTuple):
     n_bytes: float
 
 
+# (world size, bytes) -> cost of an algorithm.
 CostOf = Callable[[int, float], MessageCost]
-"""(world size, bytes) -> cost of an algorithm."""
+# What is sharded: nothing, optimizer state, also gradients, also parameters.
 STAGES = ("ddp", "zero1", "zero2", "zero3")
-"""What is sharded: nothing, optimizer state, also gradients, also parameters."""
+# Algorithms whose ranks send to all others at once.
 AT_ONCE = frozenset({"butterfly", "one_shot"})
-"""Algorithms whose ranks send to all others at once."""
 
 
 def ring(world_size: int, n_bytes: float) -> MessageCost:

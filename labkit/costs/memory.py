@@ -16,8 +16,8 @@ from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameter
 
 FLOAT32 = 4
 LOW_PRECISION = 2
+# Bytes of a parameter, its gradient, and AdamW's running means.
 STATES_BYTES = (2 + ADAMW_STATES) * FLOAT32
-"""Bytes of a parameter, its gradient, and AdamW's running means."""
 PARTS = ("parameters", "gradients", "optimizer")
 
 

@@ -9,10 +9,10 @@ Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, L layers, V voca
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# Matmuls of the gradient of y = x w: one with respect to x, and one to w.
 BACKWARD_OVER_FORWARD = 2
-"""Matmuls of the gradient of y = x w: one with respect to x, and one to w."""
+# Numbers of AdamW per parameter: the running means of the gradient and of its square.
 ADAMW_STATES = 2
-"""Numbers of AdamW per parameter: the running means of the gradient and of its square."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class TransformerShape:
         return self.d_model // self.n_heads
 
 
+# The published sizes, and two small ones that a CPU trains in a fraction of a second per step.
 SIZES: Mapping[str, TransformerShape] = {
     "nano": TransformerShape(d_model=128, d_ff=512, n_layers=4, n_heads=4),
     "mini": TransformerShape(d_model=384, d_ff=1536, n_layers=6, n_heads=6),
@@ -48,7 +49,6 @@ SIZES: Mapping[str, TransformerShape] = {
     "2.7B": TransformerShape(d_model=2560, d_ff=10240, n_layers=32, n_heads=32),
     "10B": TransformerShape(d_model=4608, d_ff=12288, n_layers=50, n_heads=36),
 }
-"""The published sizes, and two small ones that a CPU trains in a fraction of a second per step."""
 
 
 def n_parameters(shape: TransformerShape) -> int:

@@ -25,9 +25,9 @@ from labkit.machine.source import Source, describe_source
 GIB = 2**30
 
 VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
+# One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in
+# both directions.
 NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9, "10.3": 50e9}
-"""One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in
-both directions."""
 
 
 class Gpu(BaseModel, frozen=True):

@@ -23,21 +23,21 @@ from labkit.machine.nvml import GpuState, read_gpu
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 HIDDEN_BY = "CUDA_VISIBLE_DEVICES"
+# The oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version
+# compatibility).
 NEEDED_DRIVERS = {"12": "525", "13": "580"}
-"""The oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version
-compatibility)."""
 MAX_REASON = 120
+# With less free memory than this, libraries cannot make their work areas.
 NEARLY_FULL_BYTES = 2**30
-"""With less free memory than this, libraries cannot make their work areas."""
 
+# Bits of NVML's clock event reasons: thermal slowdown by software and hardware, hardware slowdown
+# and power brake.
 SLOWED_BY = {"heat": 0x60, "a hardware limit": 0x88}
-"""Bits of NVML's clock event reasons: thermal slowdown by software and hardware, hardware slowdown
-and power brake."""
 
+# Share of the time from which another program uses a GPU; a desktop that is drawn stays below.
 MIN_UTILIZATION = 0.1
-"""Share of the time from which another program uses a GPU; a desktop that is drawn stays below."""
+# The longest span over which NVML averages it.
 UTILIZATION_SPAN_S = 1.0
-"""The longest span over which NVML averages it."""
 
 
 def no_gpu_reason() -> str | None:

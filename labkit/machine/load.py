@@ -19,21 +19,21 @@ from labkit.machine.description import describe_machine
 from labkit.machine.gpus import MIN_UTILIZATION, GpuLoad, gpu_load, utilization_by_others
 
 SAMPLE_S = 0.1
+# CPU time that shows how many others wait for the same cores: dozens of time slices.
 SPIN_S = 0.2
-"""CPU time that shows how many others wait for the same cores: dozens of time slices."""
 # The kernel counts time in ticks of 10 ms: shorter spans say too little.
 MIN_SPAN_S = 0.5
 # Guests that this machine hosts are in user and nice.
 BUSY = ("user", "nice", "system", "irq", "softirq")
+# Share of the cores from which other programs count, if it is at least half a core. Idle machines
+# stay below.
 MIN_BUSY_SHARE = 0.15
-"""Share of the cores from which other programs count, if it is at least half a core. Idle machines
-stay below."""
 MIN_THROTTLED_SHARE = 0.05
 LATE_PING = 5.0
+# Ratios from which ranks wake up late (round trip over the run's fastest) or memory is slow (copy
+# over its median). Copies take up to 1.85 times the median on a quiet machine, and 2 to 4 times
+# while memory is slow.
 SLOW_COPY = 2.0
-"""Ratios from which ranks wake up late (round trip over the run's fastest) or memory is slow (copy
-over its median). Copies take up to 1.85 times the median on a quiet machine, and 2 to 4 times while
-memory is slow."""
 
 
 class Load(BaseModel, frozen=True):

@@ -14,9 +14,9 @@ from labkit import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".csv")
+# Folder of an installed package that a checkout has elsewhere: notebooks, published tables,
+# recorded runs.
 SHIPPED = "shipped"
-"""Folder of an installed package that a checkout has elsewhere: notebooks, published tables,
-recorded runs."""
 
 
 class Source(BaseModel, frozen=True):

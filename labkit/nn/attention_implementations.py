@@ -20,8 +20,8 @@ from labkit.nn.attention import Attention, check_attention_inputs, naive_attenti
 from labkit.nn.tiled_attention import TiledAttention
 from labkit.torch_private import compiler_limits
 
+# Graphs that `torch.compile` may make of naive attention in a process; PyTorch's limit is 8.
 GRAPH_LIMIT = 256
-"""Graphs that `torch.compile` may make of naive attention in a process; PyTorch's limit is 8."""
 NO_TRITON = "Triton is not installed"
 
 
@@ -138,6 +138,7 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa": None,  # torch's choice
 }
+# (q, k, v, causal) -> output, differentiable, by name; `register` adds a user-defined one.
 IMPLEMENTATIONS: dict[str, Attention] = {
     "explicit": naive_attention,
     "compiled": _compiled,
@@ -145,7 +146,6 @@ IMPLEMENTATIONS: dict[str, Attention] = {
     "flash": _flash,
     **{name: partial(_sdpa, backend=backend) for name, backend in SDPA_BACKENDS.items()},
 }
-"""(q, k, v, causal) -> output, differentiable, by name; `register` adds a user-defined one."""
 RESERVED = frozenset(IMPLEMENTATIONS)
 
 

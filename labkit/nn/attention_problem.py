@@ -28,10 +28,10 @@ FACTOR = 4.0
 ROW_FACTOR = 8.0
 ROW_UNITS = 8.0
 ROWS_AT_ONCE = 512
+# Compute capabilities that multiply float64 at half the rate of float32. Others take 1/64.
 FLOAT64_GPUS = ((7, 0), (8, 0), (9, 0), (10, 0))
-"""Compute capabilities that multiply float64 at half the rate of float32. Others take 1/64."""
+# On the others, about a second; all heads would take longer than what they check.
 MAX_REFERENCE_FLOP = 4e11
-"""On the others, about a second; all heads would take longer than what they check."""
 
 
 def reference_flop(sequence: int, head_dim: int) -> float:

@@ -27,8 +27,8 @@ from labkit.nn.flash_checks import Case, usable_tiles
 from labkit.nn.flash_launch import INTERPRETED, delta, launch
 from labkit.nn.flash_tiles import DESCRIPTOR_ALIGNMENT, INTERPRETER_TILES, Tile
 
+# Head dimensions of the kernels, which pad one that is not a power of two.
 HEAD_DIMS = range(16, 257)
-"""Head dimensions of the kernels, which pad one that is not a power of two."""
 MAX_FLOAT32_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
 

@@ -30,10 +30,10 @@ from labkit.nn.flash_tiles import Tile, tiles_for
 
 PROBE_QUERIES = 300
 PROBE_KEYS = 333  # full, diagonal and ragged blocks of every tile
+# Seconds for a process to import torch, start CUDA and compile, on a slow disk too.
 START_S = 120.0
-"""Seconds for a process to import torch, start CUDA and compile, on a slow disk too."""
+# Seconds for a compiled kernel that takes less than a millisecond.
 DEADLINE_S = 20.0
-"""Seconds for a compiled kernel that takes less than a millisecond."""
 CHILD = "from labkit.nn.flash_checks import answer_parent; answer_parent()"
 
 

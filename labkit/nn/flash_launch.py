@@ -15,12 +15,9 @@ from labkit.nn import attention, flash_backward_kernels, flash_kernels
 from labkit.nn.attention import query_group
 from labkit.nn.flash_tiles import DELTA_TILE, Tile
 
+# Precision of float32 matmuls on tensor cores. Each operand is split in two TF32 numbers, and three
+# of the four products are summed, which drops 2**-22 of a product.
 PRECISION = "tf32x3"
-"""Precision of float32 matmuls on tensor cores.
-
-Each operand is split in two TF32 numbers, and three of the four products are summed, which drops
-2**-22 of a product.
-"""
 
 INTERPRETED = not isinstance(flash_kernels.forward_kernel, triton.JITFunction)
 KERNELS: dict[str, Any] = {

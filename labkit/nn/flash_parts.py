@@ -12,11 +12,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+# Arguments that Triton must not specialize for. The alignment of rows depends on HEAD_DIM only.
 LENGTHS = ("queries", "keys")
-"""Arguments that Triton must not specialize for.
-
-The alignment of rows depends on HEAD_DIM only.
-"""
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+# Divisor of the addresses and row lengths of tensors that descriptors (TMA) load.
 DESCRIPTOR_ALIGNMENT = 16
-"""Divisor of the addresses and row lengths of tensors that descriptors (TMA) load."""
 
 
 class Tile(NamedTuple):
@@ -53,17 +53,15 @@ class Tile(NamedTuple):
         return blocks
 
 
+# `delta_kernel` reads two tiles and adds: its size matters little.
 DELTA_TILE = Tile(64, 0, 4, 1)
-"""`delta_kernel` reads two tiles and adds: its size matters little."""
+# Small, so that short sequences have full, diagonal and ragged blocks. A program's own block is the
+# larger one.
 INTERPRETER_TILES = {
     "forward": Tile(64, 32, 4, 1, ahead=1),
     "grad_kv": Tile(32, 64, 4, 1),
     "grad_q": Tile(64, 32, 4, 1),
 }
-"""Small, so that short sequences have full, diagonal and ragged blocks.
-
-A program's own block is the larger one.
-"""
 
 
 def tiles_for(

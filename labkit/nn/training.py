@@ -30,8 +30,8 @@ CLASSES = 1000
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
+# Range of the profiler around what a wrapper does after its backward pass.
 FINISH = "finish"
-"""Range of the profiler around what a wrapper does after its backward pass."""
 T = TypeVar("T")
 
 
@@ -61,19 +61,14 @@ class Trainer:
         device: str = "cpu",
     ):
         self.model: Any = model
+        # The model, or a wrapper of it, that `compute_loss` gets.
         self.call: Any = model
-        """The model, or a wrapper of it, that `compute_loss` gets."""
         self.optimizer = optimizer
+        # The dtype of autocast in forward pass and loss, or None. float16 has no loss scaling.
         self.autocast_dtype: torch.dtype | None = None
-        """The dtype of autocast in forward pass and loss, or None.
-
-        float16 has no loss scaling.
-        """
+        # Makes a context from the end of backward until gradients are averaged. For wrappers that
+        # finish apart.
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Makes a context from the end of backward until gradients are averaged.
-
-        For wrappers that finish apart.
-        """
         self._finish: Callable[[], None] | None = getattr(
             model, "finish_gradient_synchronization", None
         )

@@ -47,8 +47,8 @@ from labkit.parallel.transport import AUTO, Group, Transport, find_transport, me
 
 Describe = Callable[[], Mapping[str, object]]
 
+# Seconds after which a rank that waits for others says so.
 PATIENCE_S = 1.5
-"""Seconds after which a rank that waits for others says so."""
 
 _CPU = torch.device("cpu")
 # By group: shapes and dtypes of tensors on a GPU that were described, and if ranks have agreed.

@@ -166,6 +166,7 @@ def one_shot_all_reduce(vector: Tensor, call: Call, divisor: int) -> None:
         part.div_(divisor)
 
 
+# The algorithms that the all-reduce lab checks, times, predicts and plots.
 ALGORITHMS = {
     "ring": ring_all_reduce,
     "butterfly": butterfly_all_reduce,
@@ -173,7 +174,6 @@ ALGORITHMS = {
     "recursive_doubling": recursive_doubling_all_reduce,
     "halving_doubling": halving_doubling_all_reduce,
 }
-"""The algorithms that the all-reduce lab checks, times, predicts and plots."""
 
 
 @disable_compile

@@ -29,8 +29,8 @@ FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
 P = ParamSpec("P")
 R = TypeVar("R")
+# Works on a contiguous vector, (n,), in place, by `Call.run`; the integer divides sums.
 Algorithm = Callable[[torch.Tensor, Call, int], None]
-"""Works on a contiguous vector, (n,), in place, by `Call.run`; the integer divides sums."""
 
 
 class AllReduce(Protocol):

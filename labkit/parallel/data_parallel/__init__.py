@@ -29,6 +29,7 @@ __all__ = [
 TORCH = "torch"
 # a model without a wrapper, the baseline of comparisons; no implementation has this name
 LOCAL = "local"
+# Wrappers and their options by name. `register` adds a user's.
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     TORCH: (DistributedDataParallel, {"gradient_as_bucket_view": True}),
     "naive": (NaiveDDP, {}),
@@ -39,13 +40,12 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "naive_shared": (NaiveDDP, {"all_reduce": SHARED}),
     "bucketed_sync": (BucketedDDP, {"overlap": False}),
 }
-"""Wrappers and their options by name. `register` adds a user's."""
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
 # wrappers for CPU tensors of ranks on one host only
 OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")
+# Wrappers with a bucket size. Default: 25 MiB, and 1 MiB for the first bucket, in labkit's as in
+# torch's.
 BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
-"""Wrappers with a bucket size. Default: 25 MiB, and 1 MiB for the first bucket, in labkit's as in
-torch's."""
 
 
 def register(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:

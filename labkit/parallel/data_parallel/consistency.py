@@ -19,8 +19,8 @@ from labkit.torch_private import broadcast_coalesced, disabled_join_config, pres
 COALESCED_BYTES = 2**26
 ACTIVE = 1
 TRAINS = 2
+# What a rank announces to ranks that have joined, together.
 BROADCASTS = 4
-"""What a rank announces to ranks that have joined, together."""
 
 
 def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> None:

@@ -42,8 +42,8 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # variable by which torch finds what 
 LOOPBACK = dict.fromkeys(
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
 )
+# The cores that this process may use, before it takes a GPU.
 ALL_CORES = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
-"""The cores that this process may use, before it takes a GPU."""
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0  # from the caller's deadline to that of the process group
 

@@ -51,6 +51,7 @@ from labkit.parallel.transport import AUTO, member_group
 from labkit.torch_private import BatchNorm
 
 PREFIX = "module."
+# What torch says in a forward pass, and what has happened.
 TORCH_ERRORS = {
     "mixed torch.Tensor and DTensor": (
         "a parameter was read outside its unit: name a unit, in units=..., around all that reads it"
@@ -59,7 +60,6 @@ TORCH_ERRORS = {
         "a unit changes its input in place: FSDP needs the input's gradient, so clone it first"
     ),
 }
-"""What torch says in a forward pass, and what has happened."""
 
 
 class FSDP(nn.Module):

@@ -83,13 +83,12 @@ class ShardedOptimizer(Optimizer):
         self._rank = members.rank()
         self._world_size = members.size()
         self._shard = f"rank {members.rank()} of {members.size()}"
+        # The optimizer of shards, whose groups and state are this one's.
         self._inner: Any = None
-        """The optimizer of shards, whose groups and state are this one's."""
+        # This rank's rows of each parameter, views of its memory: the inner optimizer's parameters.
         self._shards: dict[Tensor, Any] = {}
-        """This rank's rows of each parameter, views of its memory: the inner optimizer's
-        parameters."""
+        # Addresses, shapes and strides for which `_gather_rows` is planned.
         self._gathered_layouts: list[tuple[int, torch.Size, tuple[int, ...]]] = []
-        """Addresses, shapes and strides for which `_gather_rows` is planned."""
 
         def build() -> None:
             super(ShardedOptimizer, self).__init__(params, {})

@@ -29,10 +29,10 @@ class UnitParameter:
         self.rank = mesh.get_local_rank()
         self.world_size = mesh.size()
         self.strides = row_strides(value)
+        # The memory of `unsharded`, with a version counter of its own: messages raise it.
         self.all_rows = torch.empty_strided(
             value.shape, self.strides, dtype=dtype, device=value.device
         )
-        """The memory of `unsharded`, with a version counter of its own: messages raise it."""
         rows = local_rows(value, self.rank, self.world_size).clone()
         self.sharded = shard_parameter(managed.parameter, rows, mesh)
         self.unsharded = nn.Parameter(
@@ -40,11 +40,11 @@ class UnitParameter:
         )
         # The attributes of the user's parameter, and where state dicts find its shard.
         self.unsharded.__dict__.update(self.sharded.__dict__, sharded_parameter=self.sharded)
+        # It got a gradient in this backward pass.
         self.has_gradient = False
-        """It got a gradient in this backward pass."""
         self.has_sparse_gradient = False
+        # This rank's rows of the mean gradient, once per reduce-scatter of this backward pass.
         self.reduced: list[Tensor] = []
-        """This rank's rows of the mean gradient, once per reduce-scatter of this backward pass."""
 
     @property
     def all_gather_input(self) -> Tensor:

@@ -60,17 +60,17 @@ class FSDPState:
             parameter.sharded: parameter.name for unit in units for parameter in unit.parameters
         }
         self._ignored = set(ignored)
+        # The unit whose call began the forward pass that is going on.
         self._root: Unit | None = None
-        """The unit whose call began the forward pass that is going on."""
+        # Units in the order in which the last forward pass called them.
         self._order: list[Unit] = []
-        """Units in the order in which the last forward pass called them."""
+        # Units that this pass, forward or backward, has yet to reach, if it is as the last one.
         self._expected: list[Unit] = []
-        """Units that this pass, forward or backward, has yet to reach, if it is as the last one."""
+        # A backward pass may follow the forward pass that is going on.
         self._has_backward = False
-        """A backward pass may follow the forward pass that is going on."""
         self._backward = BackwardPass()
+        # The unit whose reduce-scatter may be in flight.
         self._last_reduced: Unit | None = None
-        """The unit whose reduce-scatter may be in flight."""
         for unit in units:
             unit.module.register_forward_pre_hook(
                 partial(self._pre_forward, unit), prepend=True, with_kwargs=True

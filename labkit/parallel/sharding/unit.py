@@ -67,20 +67,20 @@ class Unit:
         self.parameters = [
             UnitParameter(managed, mesh, options.compute_dtype) for managed in members.parameters
         ]
+        # Those that were to be trained in the last forward pass.
         self.trained = self.parameters
-        """Those that were to be trained in the last forward pass."""
+        # The modules have the unsharded parameters.
         self.is_unsharded = False
-        """The modules have the unsharded parameters."""
+        # The memory of the unsharded parameters is filled, or being filled.
         self.has_all_rows = False
-        """The memory of the unsharded parameters is filled, or being filled."""
+        # Waits for the all-gather in flight.
         self._all_gather_result: Wait | None = None
-        """Waits for the all-gather in flight."""
         self._all_gathered_versions: list[tuple[int, ...]] = []
+        # Shards had gradients since the last all-gather: an optimizer may have changed them.
         self._may_step = False
-        """Shards had gradients since the last all-gather: an optimizer may have changed them."""
         self._reduce_scatters: list[Wait] = []
+        # Nodes of autograd that made its inputs, while its modules run.
         self.nodes_before: set[Any] = set()
-        """Nodes of autograd that made its inputs, while its modules run."""
         all_rows = [parameter.all_rows for parameter in self.parameters]
         with torch.inference_mode(False):  # its buffers stay
             self._all_gather = plan_all_gather(self.name, all_rows, channel.transport)

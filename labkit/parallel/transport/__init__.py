@@ -27,17 +27,17 @@ from labkit.parallel.transport.shared_memory import SharedTransport
 
 __all__ = ["POINT_TO_POINT", "SHARED", "TRANSPORTS", "Transfer", "Transport"]
 
+# Shared memory if all ranks of the group can share it, else point to point.
 AUTO = "auto"
-"""Shared memory if all ranks of the group can share it, else point to point."""
 CHOICES = (AUTO, *TRANSPORTS)
+# None: all ranks.
 Group = dist.ProcessGroup | None
-"""None: all ranks."""
+# One of `CHOICES`, or a transport to use.
 TransportLike = str | Transport
-"""One of `CHOICES`, or a transport to use."""
 
 _HOST = torch.device("cpu")
+# By device and preference.
 _Selections = dict[tuple[torch.device, str], Transport]
-"""By device and preference."""
 
 # Per group, because scratch memory outlives a call; weak, because it must not outlive the group.
 _selections: weakref.WeakKeyDictionary[dist.ProcessGroup, _Selections] = weakref.WeakKeyDictionary()
