@@ -44,8 +44,8 @@ from labkit.parallel.data_parallel.consistency import (
     check_module,
     check_no_new_parameters,
     describe_model,
+    sync_used_flags,
 )
-from labkit.parallel.messages import cpu_group
 from labkit.parallel.overlap import (
     TORCH,
     BackgroundAllReduce,
@@ -237,10 +237,8 @@ class DataParallel(nn.Module, UnevenInputs):
             foreach_mul_([p.grad for p in parameters if p.grad is not None], self._mean_factor)
         # After the gradients, because every rank starts the same collectives in the same order.
         if self.find_unused:
-            # Between CPUs, so that nothing waits for a GPU.
-            flags = torch.tensor(has_gradient, dtype=torch.int32)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=cpu_group(self.group))
-            for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
+            is_used_anywhere = sync_used_flags(has_gradient, self.group)
+            for parameter, is_used in zip(parameters, is_used_anywhere, strict=True):
                 # As without a wrapper: an optimizer skips what no rank has used.
                 if not is_used:
                     parameter.grad = None

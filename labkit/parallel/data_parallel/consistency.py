@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
 
 from labkit.parallel.agreement import agree_per_pass, describe_parameter
+from labkit.parallel.messages import cpu_group
 from labkit.parallel.transport import member_group
 from labkit.torch_private import broadcast_coalesced, disabled_join_config, preserve_version_counter
 
@@ -124,6 +125,14 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source
     if detached := tuple(tensor.detach() for tensor in tensors):
         with preserve_version_counter(detached):
             broadcast_coalesced(member_group(group), detached, COALESCED_BYTES, source)
+
+
+def sync_used_flags(is_used: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return which parameters have a gradient on any rank. A collective."""
+    flags = torch.tensor(is_used, dtype=torch.int32)
+    # Between CPUs, so that nothing waits for a GPU.
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=cpu_group(group))
+    return flags.bool().tolist()
 
 
 class UnevenInputs(Joinable, JoinHook):
