@@ -15,7 +15,10 @@ BACKWARD_OVER_FORWARD = 2.5
 def forward_flops(b: int, s: int, d: int, *, causal: bool) -> float:
     """Floating-point operations of q k^T and P v; a multiplication and an addition are two."""
     full = 4.0 * b * s * s * d
-    return full / 2 if causal else full
+    # The paper's convention, whether or not an implementation skips the masked half.
+    if causal:
+        return full / 2
+    return full
 
 
 def explicit_saved(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
@@ -26,7 +29,9 @@ def explicit_saved(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str,
     """
     vector = b * s * d * e
     saved = {"q": vector, "k": vector, "v": vector, "probabilities": b * s * s * e}
-    return saved | ({"mask": s * s} if causal else {})
+    if causal:
+        saved["mask"] = s * s
+    return saved
 
 
 def tiled_saved(b: int, s: int, d: int, e: int) -> dict[str, int]:

@@ -23,10 +23,9 @@ BURST = "messages at once"
 OLDER_RUNS = {"extra": "ignore"}
 # The transport between GPUs; the others move what lies in the CPU's memory.
 NCCL = "NCCL"
+# Timed to separate a message from its call: successive messages, and an all-reduce of them.
 ROW = "messages in a row"
 IN_A_ROW = 4
-# Timed to separate a message from its call. Successive messages, and an all-reduce made of
-# messages.
 DOUBLING = "recursive doubling"
 
 
@@ -64,11 +63,10 @@ class Rates:
         moving_s = _interpolate(self.additions, n_bytes)
         if not flops:
             return moving_s
-        return (
-            max(_interpolate(self.products[dtype], flops), moving_s)
-            if dtype in self.products
-            else float("nan")
-        )
+        if dtype not in self.products:
+            return float("nan")
+        # The roofline: a matmul of few FLOPs per byte is bound by its bytes.
+        return max(_interpolate(self.products[dtype], flops), moving_s)
 
     def autograd_s(self, operators: float, *, begin: bool = True) -> float:
         """Seconds that autograd adds to `operator_s` of so many operators; 0 if unknown.
@@ -77,9 +75,12 @@ class Rates:
         """
         if self.autograd is None:
             return 0.0
-        call_s = min(seconds for _, seconds in self.additions)  # next to nothing to do
+        # The smallest addition is a call alone, which `operator_s` has already counted.
+        call_s = min(seconds for _, seconds in self.additions)
         extra_s = operators * max(0.0, self.autograd.operator_s - call_s)
-        return extra_s + self.autograd.begin_s if begin else extra_s
+        if begin:
+            extra_s += self.autograd.begin_s
+        return extra_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +137,12 @@ class Calibration:
 
     def algorithm_s(self, way: str, algorithm: str, cost: MessageCost, ranks: int) -> float | None:
         """Seconds of an algorithm with this cost; None over a transport that was not measured."""
-        transport = self.transport(way, BURST if algorithm in AT_ONCE else MESSAGE, ranks)
-        return transport.predict_s(cost) if transport else None
+        # Messages to all others at once share the rank's cores and links: another rate.
+        what = BURST if algorithm in AT_ONCE else MESSAGE
+        transport = self.transport(way, what, ranks)
+        if transport is None:
+            return None
+        return transport.predict_s(cost)
 
     def messages_s(self, calls: float, n_bytes: float, ranks: int) -> float | None:
         """Return seconds of some collectives, a message each, between CPU ranks.

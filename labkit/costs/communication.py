@@ -44,12 +44,13 @@ def butterfly(world_size: int, n_bytes: float) -> MessageCost:
 
     The p-1 messages of a round are concurrent.
     """
-    return MessageCost(2 if world_size > 1 else 0, 2 * n_bytes * (world_size - 1) / world_size)
+    rounds = 2 * (world_size > 1)
+    return MessageCost(rounds, 2 * n_bytes * (world_size - 1) / world_size)
 
 
 def one_shot(world_size: int, n_bytes: float) -> MessageCost:
     """Each rank sends each other rank the whole tensor, in p-1 concurrent messages."""
-    return MessageCost(1 if world_size > 1 else 0, n_bytes * (world_size - 1))
+    return MessageCost(int(world_size > 1), n_bytes * (world_size - 1))
 
 
 def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
@@ -58,8 +59,9 @@ def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
     Ranks beyond a power of two fold in before and out after.
     """
     rounds = world_size.bit_length() - 1
-    messages = rounds if world_size == 2**rounds else rounds + 2
-    return MessageCost(messages, messages * n_bytes)
+    if world_size > 2**rounds:
+        rounds += 2
+    return MessageCost(rounds, rounds * n_bytes)
 
 
 def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
@@ -145,8 +147,13 @@ def context_parallel_calls(
 
 def sharding_calls(n_bytes: int, stage: str) -> list[Calls]:
     """List the collectives of a step for parameters of `n_bytes` (arXiv:1910.02054, section 7)."""
-    averaged = Calls("all_reduce" if STAGES.index(stage) < 2 else "reduce_scatter", n_bytes, 1)
-    return [averaged, Calls("all_gather", n_bytes, {"ddp": 0, "zero3": 2}.get(stage, 1))]
+    # From ZeRO-2 on a rank needs the mean of its shard alone. ZeRO-3 gathers parameters for the
+    # forward and the backward pass, the other stages once, after the optimizer's step.
+    average = "reduce_scatter"
+    if STAGES.index(stage) < STAGES.index("zero2"):
+        average = "all_reduce"
+    gathers = {"ddp": 0, "zero3": 2}.get(stage, 1)
+    return [Calls(average, n_bytes, 1), Calls("all_gather", n_bytes, gathers)]
 
 
 def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> float:

@@ -35,7 +35,8 @@ def state_bytes(n_parameters: int, stage: str = "ddp", world_size: int = 1) -> M
         "optimizer": ADAMW_STATES * n_parameters,
     }
     sharded = ("optimizer", "gradients", "parameters")[: STAGES.index(stage)]
-    return {part: FLOAT32 * n / (world_size if part in sharded else 1) for part, n in whole.items()}
+    ranks = dict.fromkeys(PARTS, 1) | dict.fromkeys(sharded, world_size)
+    return {part: FLOAT32 * n / ranks[part] for part, n in whole.items()}
 
 
 def saved_by_layer(
@@ -59,22 +60,33 @@ def saved_by_layer(
     tokens = batch * sequence
     d = shape.d_model
     f = shape.d_ff
-    copies = precision != "float32"
-    low = LOW_PRECISION if copies else FLOAT32
+    low = FLOAT32
+    softmax = FLOAT32
+    copies_of_weights = 0
+    # Autocast gives each matmul a copy of its own; in float32 all read one tensor.
+    readers_of_first_input = 1
+    readers_of_second_input = 1
+    if precision != "float32":
+        low = LOW_PRECISION
+        softmax = LOW_PRECISION
+        if device.startswith("cuda"):
+            softmax = FLOAT32 + LOW_PRECISION
+        copies_of_weights = LOW_PRECISION * (4 * d**2 + 3 * d * f)
+        readers_of_first_input = 3
+        readers_of_second_input = 2
     scores = batch * shape.n_heads * sequence**2
-    softmax = FLOAT32 + LOW_PRECISION if copies and device.startswith("cuda") else low
     return {
         "norms: inputs": 2 * FLOAT32 * tokens * d,
         "norms: scaled inputs": 2 * FLOAT32 * tokens * d,
         "norms: scales": 2 * FLOAT32 * tokens,
-        "input of q, k, v": (3 if copies else 1) * low * tokens * d,
+        "input of q, k, v": readers_of_first_input * low * tokens * d,
         "rotated q, k, and v": 3 * low * tokens * d,
         "attention probabilities": softmax * scores,
         "causal mask": sequence**2,
         "input of the attention output": low * tokens * d,
-        "input of gate and up": (2 if copies else 1) * low * tokens * d,
+        "input of gate and up": readers_of_second_input * low * tokens * d,
         "gate, silu, up, product": 4 * low * tokens * f,
-        "copies of weights": LOW_PRECISION * (4 * d**2 + 3 * d * f) if copies else 0,
+        "copies of weights": copies_of_weights,
     }
 
 
@@ -87,8 +99,11 @@ def saved_by_head(
     """
     tokens = batch * sequence
     d = shape.d_model
-    low = FLOAT32 if precision == "float32" else LOW_PRECISION
-    copy = 0 if precision == "float32" else LOW_PRECISION * shape.vocabulary * d
+    low = FLOAT32
+    copy = 0
+    if precision != "float32":
+        low = LOW_PRECISION
+        copy = LOW_PRECISION * shape.vocabulary * d  # of the output matrix
     return FLOAT32 * tokens * (2 * d + 1 + shape.vocabulary) + low * tokens * d + copy
 
 
@@ -107,14 +122,8 @@ def activation_bytes(
     """
     head = saved_by_head(shape, batch, sequence, precision)
     if checkpoint_segment:
-        return (
-            head
-            + math.ceil(shape.n_layers / checkpoint_segment)
-            * FLOAT32
-            * batch
-            * sequence
-            * shape.d_model
-        )
+        segments = math.ceil(shape.n_layers / checkpoint_segment)
+        return head + segments * FLOAT32 * batch * sequence * shape.d_model
     return head + shape.n_layers * sum(
         saved_by_layer(shape, batch, sequence, precision, device=device).values()
     )
@@ -142,8 +151,10 @@ def peak_bytes(
     """
     states = {part: int(n_bytes) for part, n_bytes in state_bytes(n_parameters(shape)).items()}
     logits = FLOAT32 * batch * sequence * shape.vocabulary
-    # the loss reads float32 logits: under autocast a copy of the ones in low precision
-    read = logits if precision == "float32" else logits + logits * LOW_PRECISION // FLOAT32
+    # The loss reads float32 logits: under autocast a copy of the ones in low precision.
+    read = logits
+    if precision != "float32":
+        read += logits * LOW_PRECISION // FLOAT32
     activations = activation_bytes(
         shape, batch, sequence, precision, checkpoint_segment, device=device
     )
@@ -155,7 +166,10 @@ def peak_bytes(
         layer = sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
         head = saved_by_head(shape, batch, sequence, precision)
         again = activations - head + min(checkpoint_segment, shape.n_layers) * layer
-    largest = max(shape.vocabulary * shape.d_model, shape.d_ff * shape.d_model)
-    temporaries = states["parameters"] if device.startswith("cuda") else 2 * FLOAT32 * largest
+    # AdamW's foreach operators on CUDA have a temporary of every parameter at once; on a CPU it
+    # goes parameter by parameter.
+    temporaries = states["parameters"]
+    if not device.startswith("cuda"):
+        temporaries = 2 * FLOAT32 * max(shape.vocabulary, shape.d_ff) * shape.d_model
     optimizing = states["gradients"] + temporaries
     return resting + max(activations + 2 * logits, again, optimizing)
