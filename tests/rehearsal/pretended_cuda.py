@@ -25,31 +25,11 @@ NAME = "NVIDIA H100 80GB HBM3"
 CAPABILITY = (9, 0)
 
 # CUDA lets a scalar of the CPU into element-wise operators, not into these.
-NO_SCALARS = {
-    "stack",
-    "cat",
-    "concat",
-    "hstack",
-    "vstack",
-    "bmm",
-    "mm",
-    "matmul",
-    "linear",
-    "embedding",
-    "conv2d",
-}
+NO_SCALARS = {"stack", "cat", "concat", "hstack", "vstack"}
+NO_SCALARS |= {"bmm", "mm", "matmul", "linear", "embedding", "conv2d"}
 # These cross from one device to another, or only look at a tensor.
-CROSSING = {
-    "copy_",
-    "__setitem__",
-    "__getitem__",
-    "set_",
-    "_foreach_copy_",
-    "equal",
-    "__set__",
-    "type_as",
-}
-CROSSING |= {"_has_compatible_shallow_copy_type", "is_same_size"}
+CROSSING = {"copy_", "__setitem__", "__getitem__", "set_", "_foreach_copy_", "equal", "__set__"}
+CROSSING |= {"type_as", "_has_compatible_shallow_copy_type", "is_same_size"}
 OF_THE_SAME_STORAGE = {"grad", "data", "T", "mT"}
 
 
@@ -239,41 +219,21 @@ def _backward(tensor, *args, **options):
     torch.autograd.backward(tensor, *args, **options)
 
 
-def _grad(
-    outputs,
-    inputs,
-    grad_outputs=None,
-    retain_graph=None,
-    create_graph=False,
-    allow_unused=None,
-    **_,
-):
+def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, **options):
     """`torch.autograd.grad` without its own look at devices, which C++ does not know of."""
-    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    given = (
-        (grad_outputs,)
-        if isinstance(grad_outputs, torch.Tensor) or grad_outputs is None
-        else tuple(grad_outputs)
-    )
-    seeds = tuple(
-        torch.ones_like(out) if seed is None else seed
-        for out, seed in zip(outputs, given, strict=True)
-    )
+    outputs, inputs = tree_leaves(outputs), tree_leaves(inputs)
+    pairs = zip(outputs, tree_leaves(grad_outputs), strict=True)
+    seeds = [torch.ones_like(out) if seed is None else seed for out, seed in pairs]
     if [is_on_gpu(out) for out in outputs] != [is_on_gpu(seed) for seed in seeds]:
         raise MixedDevices("grad: outputs and their gradients should be on the same device")
-    found = torch.autograd.graph._engine_run_backward(
-        outputs,
-        seeds,
-        bool(retain_graph),
-        create_graph,
-        inputs,
-        bool(allow_unused),
-        accumulate_grad=False,
+    flags = (bool(retain_graph), create_graph)
+    unused = bool(options.get("allow_unused"))
+    gradients = torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(seeds), *flags, tuple(inputs), unused, accumulate_grad=False
     )
     return tuple(
         _put_on_gpu(grad) if grad is not None and is_on_gpu(at) else grad
-        for at, grad in zip(inputs, found, strict=True)
+        for at, grad in zip(inputs, gradients, strict=True)
     )
 
 

@@ -10,7 +10,6 @@ from labkit.check.commands import describe_peak_share
 from labkit.check.comparison import Change
 from labkit.check.worker import CheckPoint, Sizes
 from labkit.machine import gpus
-from labkit.studies.memory import worker as memory_worker
 from tests.rehearsal.machines import MACHINES
 from tests.rehearsal.pretended_cuda import float32_matmuls_in_tf32, pretended_gpu
 
@@ -51,28 +50,6 @@ def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
         rows = list(worker.measure_quantities(point))
     quantities = {row["quantity"] for row in rows if "quantity" in row}
     assert quantities == {"matmul float32", "matmul bfloat16", "copy", "call", "training step"}
-
-
-def test_a_step_on_a_gpu_leaves_a_snapshot_of_its_memory_beside_the_runs(monkeypatch, tmp_path):
-    calls = []
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        monkeypatch.setattr(
-            torch.cuda.memory, name, lambda *a, name=name, **_: calls.append((name, *a))
-        )
-    monkeypatch.setattr(memory_worker, "runs_directory", lambda: tmp_path)
-    point = memory_worker.MemoryPoint(
-        kind="measured",
-        size="nano",
-        phases=("full_step",),
-        batch=1,
-        context_length=16,
-        device="cuda",
-    )
-    with pretended_gpu():
-        assert len(list(memory_worker.measure(point))) == 1
-    (path,) = [arguments[0] for name, *arguments in calls if name == "_dump_snapshot"]
-    assert path.startswith(f"{tmp_path}/memory/nano-batch-1-float32-")
-    assert [name for name, *_ in calls][::2] == ["_record_memory_history"] * 2
 
 
 @pytest.mark.parametrize("is_tf32", [False, True])

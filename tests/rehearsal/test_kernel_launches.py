@@ -4,7 +4,6 @@ autotuner, grids.
 What the kernels compute is the interpreter's to test; what it passes over is what stands here.
 """
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -172,13 +171,3 @@ def test_a_tile_whose_process_crashed_is_tried_again(tries, monkeypatch):
     monkeypatch.setattr(flash_checks, "CHILD", RETURNS)
     assert flash_checks.remembered_fault(CASE, tile) is None
     assert len(tries) == 2
-
-
-def test_the_other_process_compiles_before_its_deadline_runs(h100, monkeypatch, capsys):
-    question = json.dumps([*CASE[:3], "bfloat16", True, 0, [64, 64, 4, 2, 0]])
-    monkeypatch.setattr(flash_checks.sys, "argv", ["-c", question])
-    inputs = flash_checks._probe(CASE._replace(kernel="", device=torch.device("cpu")))
-    monkeypatch.setattr(flash_checks, "_probe", lambda case: inputs)
-    flash_checks.answer_parent()
-    assert capsys.readouterr().out == "compiled\nnull\n"
-    assert not h100.launches
