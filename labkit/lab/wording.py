@@ -121,7 +121,7 @@ def _no_difference(answer: Comparison) -> tuple[str, str, str]:
     if not answer.seconds_more:
         return "", "", f"{text}."
     more = format_seconds(float(f"{answer.seconds_more:.1g}"))
-    return "", "", f"{text}; about {more} more of rounds would show a gain of 10%."
+    return "", "", f"{text}; about {more} more would show a 10% gain."
 
 
 def overall(answer: Answer) -> str:
