@@ -78,6 +78,11 @@ def has_internal_overlap(tensor: Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
+def count_process_groups() -> int:
+    """Return how many groups this process is in: torch names groups of their members by it."""
+    return len(distributed_c10d._world.pg_names)
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call back at the end of the backward pass that runs, as torch's DDP and FSDP2 do."""
     Variable._execution_engine.queue_callback(callback)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.messages import gather_json
+from labkit.parallel.messages import cpu_group, gather_json
 from labkit.studies.shared.checkpoints import load_checkpoint, save_checkpoint
 
 CHECKOUT = Path(__file__).parents[2]
@@ -90,6 +90,21 @@ def test_a_checkpoint_cannot_execute_anything(tmp_path):
 def _run_blocks(texts):
     for text in texts:
         exec(text, {"__name__": "__main__"})
+
+
+def _find_cpu_group(monkeypatch=pytest.MonkeyPatch):
+    nccl = dist.new_group()  # gloo, which is taken for NCCL below
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        with pytest.raises(ValueError, match=r"groups, got \[3, 2\]"):
+            cpu_group(nccl)
+
+
+def test_ranks_in_other_numbers_of_groups_are_refused():
+    """They would wait for each other's CPU group under different names."""
+    run_ranks(_find_cpu_group, world_size=2)
 
 
 def test_model_parallel_examples_of_the_docs_run():
