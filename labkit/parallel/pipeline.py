@@ -26,6 +26,7 @@ from labkit.parallel.agreement import (
 )
 from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.gradients import Layout, add_layout, fork_seed
+from labkit.parallel.pipeline_agreement import agree_on_batch, check_batch, sum_over
 from labkit.parallel.pipeline_layers import (
     check_state,
     find_tied,
@@ -35,16 +36,7 @@ from labkit.parallel.pipeline_layers import (
     measure_layers,
     sum_tied,
 )
-from labkit.parallel.pipeline_pass import (
-    Loss,
-    Pass,
-    Plan,
-    agree_on_batch,
-    check_batch,
-    empty_like_header,
-    make_header,
-    sum_over,
-)
+from labkit.parallel.pipeline_pass import Loss, Pass, Plan, empty_like_header, make_header
 from labkit.parallel.pipeline_schedule import TaskTime, balance, make_schedule, plan_rank
 from labkit.parallel.transport import AUTO, find_transport, member_group
 from labkit.torch_private import foreach_mul_
