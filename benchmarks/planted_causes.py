@@ -23,6 +23,7 @@ from labkit.lab.runs.measure import measure as measure_lab
 from labkit.lab.runs.store import Run
 from labkit.studies.your_training import lab
 from labkit.studies.your_training.changes import CHANGES, Change
+from labkit.studies.your_training.gains import describe_gain, gains
 from labkit.studies.your_training.worker import measure
 
 WITHIN = 0.15
@@ -145,7 +146,7 @@ def first_unused(run: Run) -> Named:
 
 def first_gain(run: Run) -> Named:
     """The change that gains most."""
-    table = lab.gains(run.results()).query("verdict == 'faster'")
+    table = gains(run.results()).query("verdict == 'faster'")
     if table.empty:
         return Named("", 0.0)
     return Named(table["change"].iloc[0], table["saved_s"].iloc[0])
@@ -254,9 +255,9 @@ def check_nothing(folder: Path, n_runs: int) -> int:
         values = {"file": f"{file}:attention_clean", "changes": [NOTHING], "world_sizes": []}
         config = study.configure("quick", values | {"seed": number})
         results = measure_lab(study, config, profile="quick", directory=folder).results()
-        (row,) = lab.gains(results).to_dict("records")
+        (row,) = gains(results).to_dict("records")
         verdicts.append(row["verdict"])
-        print(f"run {number}: {lab.describe_gain(row)}", flush=True)
+        print(f"run {number}: {describe_gain(row)}", flush=True)
     n_false = sum(verdict != "no difference shown" for verdict in verdicts)
     print(f"{n_false} false gains or losses in {n_runs} runs")
     return max(0, n_false - 1)

@@ -208,3 +208,34 @@ def test_a_forward_pass_that_trains_nothing_is_named() -> None:
         unused = {row["line"] for row in line_rows(loop, 3) if row["unused_share"]}
     first = twice.__code__.co_firstlineno
     assert unused <= {f"{Path(__file__).name}:{first + 1}"}
+
+
+def rows_of_argument(name: str, argument: str, values: tuple[int, ...] = ()) -> list[Any]:
+    rows = rows_of(name, sweep="argument", swept=argument, swept_values=values)
+    return [row for row in rows if row["kind"] == "argument"]
+
+
+def test_values_of_an_argument_are_timed_per_sample() -> None:
+    rows = rows_of_argument("gpt", "batch", (2, 8))
+    assert [(row["argument"], row["n_samples"]) for row in rows] == [("batch=2", 2), ("batch=8", 8)]
+    assert len(rows[0]["seconds"]) == len(rows[1]["seconds"]) >= 6
+
+
+def test_the_batches_that_fit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def largest(available: float) -> float:
+        package = "labkit.studies.your_training"
+        monkeypatch.setattr(f"{package}.arguments.available_memory_bytes", lambda: available)
+        monkeypatch.setattr(f"{package}.worker.measure_values", lambda *_: iter([]))
+        (row,) = rows_of("gpt", sweep="argument", swept="batch")
+        assert row["kind"] == "fits"
+        return float(row["largest_batch"])
+
+    small, large = (largest(available) for available in (2e7, 4e7))
+    # 16 tokens of 64 logits and of activations that are some 20 times as wide
+    assert 100 < small < 5000
+    assert large == pytest.approx(2 * small, rel=0.05)
+
+
+def test_a_value_that_the_setup_refuses_costs_no_other() -> None:
+    rows = rows_of_argument("gpt", "length", (-3, 4))
+    assert [row["status"] for row in rows] == ["failed", "ok"]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
 import pandas as pd
 
 from labkit.lab.answers import Compare, Report
@@ -17,8 +16,9 @@ from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.parallel.data_parallel import TORCH
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.shared.tables import in_order, join
+from labkit.studies.shared.tables import in_order
 from labkit.studies.your_training.changes import CHANGES
+from labkit.studies.your_training.gains import CHANGE
 from labkit.studies.your_training.loop import BACKWARD, PARTS
 from labkit.studies.your_training.rank_tables import NAMES, STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
@@ -34,6 +34,10 @@ class YourTrainingConfig(TimedConfig):
     """ "train.py:setup": a file and its function. None: the notebook's function."""
     arguments: dict[str, Any] = {}
     """Arguments of the setup, for example {"batch": 16}."""
+    argument: str | None = None
+    """An argument whose `values` are compared, in turns."""
+    values: list[Any] = []
+    """Of `argument`. None, with `batch`: around the setup's default, up to what fits."""
     changes: list[ChangeName] = list(CHANGES)
     """Changes to try, each in turns with the training as it is."""
     world_sizes: list[SeveralRanks] = [2]
@@ -50,6 +54,9 @@ def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainin
     yield YourTrainingPoint.of(config, sweep="step", changes=(), **shared)
     if config.changes:
         yield YourTrainingPoint.of(config, sweep="changes", **shared)
+    if config.argument:
+        swept = {"swept": config.argument, "swept_values": tuple(config.values)}
+        yield YourTrainingPoint.of(config, sweep="argument", changes=(), **swept, **shared)
     for world_size in config.world_sizes:
         backend = machine.backend(machine.device("auto"), ranks_here(world_size))
         ranks = {"world_size": world_size, "backend": backend}
@@ -63,7 +70,6 @@ def _expect_file(config: YourTrainingConfig, say: Say) -> None:
 
 
 PART = Metric("seconds", "part", (), where={"kind": "part"})
-CHANGE = Metric("seconds", "change", (), where={"sweep": "changes"})
 MIN_LINE_SHARE = 0.03
 """Share of a step below which a line is not worth a row."""
 MAX_LINES = 5
@@ -135,82 +141,6 @@ def memory(results: Results) -> pd.DataFrame:
     rows = rows.assign(of_peak_percent=100 * rows["held_bytes"] / rows["peak_bytes"])
     rows = rows.sort_values("held_bytes", ascending=False, ignore_index=True)
     return rows.head(MAX_HOLDERS)
-
-
-def gains(results: Results) -> pd.DataFrame:
-    """What each change saves, the largest gain first.
-
-    `less_percent`, with its interval: time that it saves. `pays_after_steps`: after which a
-    compiled model has earned its compilation. `gradient_error` and `loss_change` are relative to
-    yours; an `is_exact` change differs by rounding alone.
-    """
-    about = results.rows(
-        ["change", "session", "error", "loss_change", "first_s", "is_exact", "made_of"],
-        sweep="changes",
-        status="ok",
-    )
-    # Without a single row the column has no text to be of type object.
-    about = about[about["change"] != YOURS].drop_duplicates("change").astype({"change": object})
-    # Verdicts allow for the number of comparisons, so each question has its own rows.
-    ratios_by_question = [
-        CHANGE.ratios_to(YOURS, results.frame, among) for among in ([*CHANGES], [TOGETHER])
-    ]
-    table = join(pd.concat(ratios_by_question), about, ["change"], "left")
-    samples = CHANGE.samples(results.frame)
-    yours_s = samples[samples["change"] == YOURS].groupby("session")["seconds"].median()
-    ratios = table[["ratio", "high", "low"]].astype(float)
-    saved_s = table["session"].map(yours_s).astype(float) * (1 - ratios["ratio"])
-    is_compiled = table["made_of"].astype(str).str.contains("torch.compile")
-    pays_after = np.ceil(table["first_s"].astype(float) / saved_s)
-    is_faster = table["verdict"] == "faster"
-    columns = {
-        "less_percent": 100 * (1 - ratios["ratio"]),
-        "less_low_percent": 100 * (1 - ratios["high"]),
-        "less_high_percent": 100 * (1 - ratios["low"]),
-        "verdict": table["verdict"],
-        "saved_s": saved_s,
-        "pays_after_steps": pays_after.where(is_compiled & is_faster),
-        "gradient_error": table["error"],
-        "loss_change": table["loss_change"],
-        "is_exact": table["is_exact"],
-    }
-    table = table[["change"]].assign(**columns)
-    return table.sort_values("less_percent", ascending=False, ignore_index=True)
-
-
-def code(results: Results) -> str:
-    """The changes that pay, as Python to paste, each with what it gains; none of a busy run."""
-    if results.is_busy:
-        return "# the machine was busy: measure again before you change anything\n"
-    table = gains(results)
-    table = table[(table["verdict"] == "faster") & (table["change"] != TOGETHER)]
-    blocks = []
-    for row in table.to_dict("records"):
-        about = f"# {describe_gain(row)}"
-        if not row["is_exact"]:
-            about += f"; changes results: gradients by {row['gradient_error']:.1e}"
-        blocks.append(f"{about}\n{CHANGES[row['change']].code}\n")
-    return "\n".join(blocks) or "# nothing that was tried makes this training faster\n"
-
-
-def describe_gain(row: Any, *, is_busy: bool = False) -> str:
-    """What a row of `gains` says: "31 to 36% less time", "no difference shown: 4% less [-1, 9]".
-
-    Of a busy run: "34% less [31, 36]", as other programs may have made the difference.
-    """
-    low = round(row["less_low_percent"])
-    high = round(row["less_high_percent"])
-    estimate = f"{row['less_percent']:.0f}% less [{low}, {high}]"
-    if is_busy:
-        return estimate
-    if row["verdict"] == "faster":
-        text = f"{low}% less time" if low == high else f"{low} to {high}% less time"
-        if not math.isnan(row["pays_after_steps"]):
-            text += f"; pays after {row['pays_after_steps']:,.0f} steps"
-        return text
-    if row["verdict"] == "slower":
-        return f"{-high} to {-low}% more time"
-    return f"no difference shown: {estimate}"
 
 
 LAB = Lab(

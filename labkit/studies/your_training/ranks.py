@@ -4,6 +4,7 @@ Each rank has batches of its own, as with torch's `DistributedSampler`. A strate
 parameters after two steps are those of one process that trains on the batches of all ranks.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +52,8 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
 
     `make` builds equal trainings. SetupError on all ranks if one of them cannot train.
     """
+    # torch's FSDP warns of each layer whose output is a view, on each rank.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     rank = Rank.of(make, seed)
     device = str(rank.make().device)
     rows: dict[str, dict[str, Any]] = {}

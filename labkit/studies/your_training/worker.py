@@ -1,7 +1,7 @@
 """Worker of the lab on your own training: the parts of a step, its lines, and changes in turns."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.intervals import estimate_paired
 from labkit.lab.point import TimedPoint
 from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.studies.your_training.arguments import default_batch, find_batches, measure_values
 from labkit.studies.your_training.changes import CHANGES, apply_all
 from labkit.studies.your_training.check import compare_results
 from labkit.studies.your_training.lines import line_rows
@@ -50,13 +51,17 @@ Setup = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class YourTrainingPoint(TimedPoint):
-    """A setup, and what of it is measured: "step", "changes" or "ranks"."""
+    """A setup, and what of it is measured: "step", "changes", "argument" or "ranks"."""
 
     sweep: str
     file: str = ""
     """ "train.py:setup", with an absolute path; "" for a notebook's function."""
     arguments: tuple[tuple[str, Any], ...] = ()
     changes: tuple[str, ...] = ()
+    swept: str = ""
+    """The argument whose values are compared."""
+    swept_values: tuple[Any, ...] = ()
+    """None: batches around the setup's default, up to what fits."""
 
     @property
     def contests(self) -> int:
@@ -81,6 +86,7 @@ def measure(point: YourTrainingPoint, setup: Setup | None = None) -> Iterator[di
         sweeps: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
             "step": bench.measure_step,
             "changes": bench.measure_changes,
+            "argument": bench.measure_argument,
             "ranks": partial(measure_ranks, bench.build, point.seed, point.rounds),
         }
         yield from sweeps[point.sweep]()
@@ -95,9 +101,9 @@ class Bench:
     point: YourTrainingPoint
     setup: Setup
 
-    def build(self) -> Training:
+    def build(self, **arguments: Any) -> Training:
         """A fresh training: the same parameters each time."""
-        return build(self.setup, self.point.seed, **dict(self.point.arguments))
+        return build(self.setup, self.point.seed, **dict(self.point.arguments) | arguments)
 
     def measure_step(self) -> Iterator[dict[str, Any]]:
         """Yield what was found, seconds of each part of a step, then its lines and its memory."""
@@ -141,6 +147,14 @@ class Bench:
         if len(gains) > 1:
             rows = list(self._compare(TOGETHER, tuple(gains)))
             yield from (row | {"session": len(self.point.changes) + 1} for row in rows)
+
+    def measure_argument(self) -> Iterator[dict[str, Any]]:
+        """Yield seconds per sample by value of an argument; first the largest batch that fits."""
+        values: Sequence[Any] = self.point.swept_values
+        if not values:
+            fits, values = find_batches(self.build, default_batch(self.setup))
+            yield fits
+        yield from measure_values(self.build, self.point.swept, values, self.point.rounds)
 
     def _compare(self, label: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         """Yield two rows, yours and the changed one; one row with a reason if the change fails."""

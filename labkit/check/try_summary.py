@@ -1,0 +1,197 @@
+"""What `labkit try` prints: the step, changes, values of an argument, ranks, and the baseline."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from labkit.lab.commands.console import print_table
+from labkit.lab.project import runs_directory
+from labkit.lab.units import format_bytes, format_flops, format_seconds
+
+if TYPE_CHECKING:
+    from labkit.check.trainings import TrainingChange
+    from labkit.lab.runs.store import Run
+
+
+class Summary:
+    """What was measured, in a terminal: the step as soon as it is known, the changes in the end."""
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+        self._has_step = False
+
+    def print_step(self, name: str | None) -> None:
+        """Print what a step costs once its point of this run has ended."""
+        from labkit.lab.runs.store import Run
+        from labkit.studies.your_training.lab import LAB, found
+
+        path = runs_directory() / LAB.name / f"{name}.jsonl"
+        if self._has_step or name is None or not path.exists():
+            return
+        run = Run.load(path)
+        if len(found(run.results())) and run.ends:
+            self._has_step = True
+            _print_step(self._console, run)
+
+    def finish(self, run: "Run") -> None:
+        """Print the changes, why others were not measured, and where the run is."""
+        from labkit.studies.your_training.gains import ARGUMENT, CHANGE, describe_gain, gains
+        from labkit.studies.your_training.rank_tables import STRATEGY
+
+        if not self._has_step:
+            _print_step(self._console, run)
+        table = gains(run.results())
+        if run.is_busy:
+            self._console.print(
+                "busy     other programs were at work: nothing below is a gain; measure again"
+            )
+        if len(table):
+            self._console.print("changes, each in turns with yours, gradients compared:")
+        rows = []
+        for row in table.to_dict("records"):
+            effect = ""
+            if not row["is_exact"]:
+                effect = f"changes results: gradients by {100 * row['gradient_error']:.2g}%"
+            rows.append((f"  {row['change']}", describe_gain(row, is_busy=run.is_busy), effect))
+        print_table(rows, console=self._console)
+        _print_arguments(self._console, run)
+        _print_ranks(self._console, run)
+        failures = [*CHANGE.failures(run.frame()), *ARGUMENT.failures(run.frame())]
+        failures += [*STRATEGY.failures(run.frame())]
+        for note in failures:
+            if note.status != "refused":
+                names = ", ".join(note.names)
+                self._console.print(f"  {names}: {note.status}: {note.reason}")
+        for note in run.results().missing:
+            self._console.print(f"not measured: {note.reason}")
+        self._console.print(f"page     labkit report --run {run.name}")
+
+    def print_change(self, change: "TrainingChange") -> None:
+        """Print what changed since the baseline, and what may explain it."""
+        from labkit.check.trainings import MIN_RUNS
+
+        newest = change.baseline[-1].header.started
+        about = f"since the baseline ({len(change.baseline)}, the newest of {newest:%Y-%m-%d})"
+        if change.blockers:
+            reasons = ", ".join(map(str, change.blockers))
+            self._console.print(f"{about}: not comparable: {reasons}")
+            return
+        others = ", ".join(map(str, change.differences)) or "the same software"
+        self._console.print(f"{about}: {others}; the machine is the same")
+        rows = []
+        for part, row in change.parts.iterrows():
+            ends = f"[{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
+            change_of_part = f"{100 * row['ratio']:.0f}% {ends} of the time then"
+            rows.append((f"  {part}", change_of_part, row["verdict"]))
+        print_table(rows, console=self._console)
+        if len(change.baseline) < MIN_RUNS:
+            self._console.print(
+                f"undecided: `--save` {MIN_RUNS} runs, at different hours, to show how much this"
+                " machine varies by itself"
+            )
+
+
+def _print_step(console: Any, run: "Run") -> None:
+    """Print what the setup returned, and what a step costs."""
+    from labkit.studies.your_training import lab
+
+    results = run.results()
+    console.print(f"found    {describe_found(lab.found(results).iloc[0])}")
+    parts = lab.parts(results).to_dict("records")
+    step = parts.pop()
+    ends = f"[{format_seconds(step['low'])}, {format_seconds(step['high'])}]"
+    console.print(f"step     {format_seconds(step['seconds'])} {ends}")
+    rows = [(f"  {row['part']}", row["seconds"], row["of_step_percent"], "") for row in parts]
+    for row in lab.lines(results).to_dict("records"):
+        unused = "no gradient comes from it" if row["unused_s"] else ""
+        rows.append((f"  {row['line']}", row["seconds"], row["of_step_percent"], unused))
+    print_table(
+        [(name, format_seconds(time), f"{share:.0f}%", note) for name, time, share, note in rows],
+        console=console,
+    )
+    for row in lab.speed(results).to_dict("records"):
+        rate = f"{format_flops(row['flops_per_s'])}/s"
+        console.print(f"speed    {rate}, {row['mfu_percent']:.0f}% of this machine's matmuls")
+    memory = lab.memory(results)
+    if len(memory):
+        largest = memory.iloc[0]
+        peak = format_bytes(largest["peak_bytes"])
+        held = f"{largest['holder']}, {largest['of_peak_percent']:.0f}%"
+        console.print(f"memory   peak {peak}; most: {held}")
+
+
+def _print_arguments(console: Any, run: "Run") -> None:
+    """Print seconds per sample by value of a swept argument, and the largest batch that fits."""
+    from labkit.studies.your_training.gains import arguments
+
+    results = run.results()
+    columns = ["largest_batch", "sample_bytes", "available_bytes"]
+    for row in results.rows(columns, kind="fits").to_dict("records"):
+        sample = format_bytes(row["sample_bytes"])
+        available = format_bytes(row["available_bytes"])
+        console.print(
+            f"batch    at most {row['largest_batch']:,.0f} fit, counted: {sample} per sample,"
+            f" {available} available"
+        )
+    rows = [
+        (
+            f"  {row['argument']}",
+            f"{format_seconds(row['seconds'])} per sample",
+            f"[{format_seconds(row['low'])}, {format_seconds(row['high'])}]",
+        )
+        for row in arguments(results).to_dict("records")
+    ]
+    if rows:
+        console.print("values, in turns, the fastest per sample first:")
+    print_table(rows, console=console)
+
+
+def _print_ranks(console: Any, run: "Run") -> None:
+    """Print what each strategy does on several ranks, and which rank is late."""
+    from labkit.studies.your_training import lab
+    from labkit.studies.your_training.rank_tables import lateness, scaling
+
+    results = run.results()
+    rows = []
+    for row in scaling(results).to_dict("records"):
+        exposed = "nothing exposed"
+        if row["exposed_s"] > 0:
+            exposed = f"{format_seconds(row['exposed_s'])} exposed, {row['exposed_percent']:.0f}%"
+        rows.append(
+            (
+                f"  {lab.LAB.names[row['strategy']]}",
+                format_seconds(row["seconds"]),
+                f"{row['times_one_process']:.2f}x one process",
+                exposed,
+                f"holds {format_bytes(row['held_bytes'])}",
+            )
+        )
+    if rows:
+        n_ranks = results.frame["world_size"].max()
+        console.print(f"{n_ranks:.0f} ranks, checked against one process on the batches of all:")
+    print_table(rows, console=console)
+    for row in lateness(results).query("is_late").to_dict("records"):
+        ends = f"[{format_seconds(row['low'])}, {format_seconds(row['high'])}]"
+        later = f"{format_seconds(row['later_s'])} {ends} longer than the others, in {row['part']}"
+        console.print(f"late     rank {row['rank']}: {later}")
+
+
+def describe_found(found: Mapping[str, Any]) -> str:
+    """What the setup returned: "GPT, 4.9M parameters; batch 8 x 128; AdamW; ..."."""
+    optimizer = str(found["optimizer"])
+    if not found["has_own_optimizer"]:
+        optimizer += " (the setup has none)"
+    batches = str(found["batches"])
+    if batches == "DataLoader":
+        workers = int(found["loader_workers"])
+        batches += f" with {workers} workers" if workers else " without workers"
+    n_parameters = int(found["n_parameters"])
+    size = f"{n_parameters / 1e6:.3g}M" if n_parameters >= 100_000 else f"{n_parameters:,}"
+    words = [
+        f"{found['model']}, {size} parameters",
+        f"batch {found['batch_shape']}",
+        optimizer,
+        batches,
+    ]
+    if found["without_gradient"]:
+        words.append(f"no gradient reaches {found['without_gradient']}")
+    return "; ".join(words)

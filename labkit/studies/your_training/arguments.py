@@ -1,0 +1,114 @@
+"""Values of a setup's argument, tried in turns: seconds per sample, and the batch that fits."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.bench.check import OK
+from labkit.bench.clock import time_interleaved
+from labkit.machine.cgroups import available_memory_bytes
+from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.studies.shared.tables import FIT_SHARE
+from labkit.studies.your_training.loop import Loop, taking_turns
+from labkit.studies.your_training.memory import memory_rows
+from labkit.studies.your_training.setup import SetupError, Training, check_first_step
+from labkit.torch_private import tree_leaves
+
+BATCH = "batch"
+FACTORS = (0.5, 1, 2, 4, 8)
+"""Batches that are measured, as multiples of the default."""
+MIN_GROWTH = 1.5
+"""Factor by which the peak of twice the batch shows what a sample takes."""
+MAX_FACTOR = 64
+Make = Callable[..., Training]
+
+
+def measure_values(
+    make: Make, name: str, values: Sequence[Any], rounds: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield seconds per sample for each value of an argument, measured in turns."""
+    loops: dict[str, Loop] = {}
+    n_samples: dict[str, int] = {}
+    for value in values:
+        label = f"{name}={value}"
+        about = {"kind": "argument", "argument": label}
+        try:
+            training = make(**{name: value})
+            batch, _ = check_first_step(training)
+        except SetupError as error:
+            yield about | {"status": "failed", "reason": str(error)}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            yield about | {"status": "oom", "reason": "out of memory"}
+        else:
+            loops[label] = Loop(training)
+            n_samples[label] = count_samples(batch)
+    if not loops:
+        return
+    device = next(iter(loops.values())).training.device
+    with taking_turns(loops) as begin:
+        actions = {label: loop.step for label, loop in loops.items()}
+        seconds = time_interleaved(actions, device=device, prepare=begin, **rounds)
+    for label, steps in seconds.items():
+        size = n_samples[label]
+        row: dict[str, Any] = {"kind": "argument", "argument": label, "n_samples": size}
+        yield row | OK | {"seconds": [step / size for step in steps]}
+
+
+def count_samples(batch: Any) -> int:
+    """Return the length of the first dimension of a batch's first tensor; 1 without one."""
+    sizes = [
+        len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0
+    ]
+    return max(1, sizes[0]) if sizes else 1
+
+
+def default_batch(setup: Callable[..., Any]) -> int:
+    """Return the default of a setup's argument `batch`. SetupError without one."""
+    parameter = inspect.signature(setup).parameters.get(BATCH)
+    default = parameter.default if parameter is not None else None
+    if not isinstance(default, int) or default < 1:
+        raise SetupError("expected an argument `batch` with a default, as in `def setup(batch=8)`")
+    return default
+
+
+def find_batches(make: Make, default: int) -> tuple[dict[str, Any], list[int]]:
+    """Return a row with the largest batch that fits, and the batches to measure.
+
+    Peaks are counted, and the batch is doubled until the peak grows with it: of a small batch it is
+    the optimizer's. The last difference is what a sample takes; the rest does not grow.
+    """
+    size = default
+    peak = _count_peak(make(batch=size))
+    doubled = _count_peak(make(batch=2 * size))
+    while doubled < MIN_GROWTH * peak and size < MAX_FACTOR * default:
+        size *= 2
+        peak = doubled
+        doubled = _count_peak(make(batch=2 * size))
+    sample_bytes = max(1.0, (doubled - peak) / size)
+    fixed_bytes = peak - size * sample_bytes
+    training = make(batch=default)
+    available = float(available_memory_bytes())
+    if training.device.type == "cuda":
+        available = torch.cuda.mem_get_info(training.device)[0]
+    largest = math.floor((FIT_SHARE * available - fixed_bytes) / sample_bytes)
+    row = {
+        "kind": "fits",
+        "largest_batch": largest,
+        "sample_bytes": sample_bytes,
+        "available_bytes": available,
+    }
+    sizes = sorted({max(1, round(factor * default)) for factor in FACTORS})
+    return row, [size for size in sizes if size <= max(largest, default)]
+
+
+def _count_peak(training: Training) -> int:
+    loop = Loop(training)
+    with loop.turn():
+        rows = list(memory_rows(loop))
+    return int(rows[0]["peak_bytes"])

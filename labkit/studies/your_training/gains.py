@@ -1,0 +1,99 @@
+"""What was tried on a training, in numbers, words and Python: changes, values of an argument."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.lab.metric import Metric, Results
+from labkit.studies.shared.tables import join
+from labkit.studies.your_training.changes import CHANGES
+from labkit.studies.your_training.worker import TOGETHER, YOURS
+
+CHANGE = Metric("seconds", "change", (), where={"sweep": "changes"})
+ARGUMENT = Metric("seconds", "argument", (), where={"kind": "argument"})
+
+
+def gains(results: Results) -> pd.DataFrame:
+    """What each change saves, the largest gain first.
+
+    `less_percent`, with its interval: time that it saves. `pays_after_steps`: after which a
+    compiled model has earned its compilation. `gradient_error` and `loss_change` are relative to
+    yours; an `is_exact` change differs by rounding alone.
+    """
+    about = results.rows(
+        ["change", "session", "error", "loss_change", "first_s", "is_exact", "made_of"],
+        sweep="changes",
+        status="ok",
+    )
+    # Without a single row the column has no text to be of type object.
+    about = about[about["change"] != YOURS].drop_duplicates("change").astype({"change": object})
+    # Verdicts allow for the number of comparisons, so each question has its own rows.
+    ratios_by_question = [
+        CHANGE.ratios_to(YOURS, results.frame, among) for among in ([*CHANGES], [TOGETHER])
+    ]
+    table = join(pd.concat(ratios_by_question), about, ["change"], "left")
+    samples = CHANGE.samples(results.frame)
+    yours_s = samples[samples["change"] == YOURS].groupby("session")["seconds"].median()
+    ratios = table[["ratio", "high", "low"]].astype(float)
+    saved_s = table["session"].map(yours_s).astype(float) * (1 - ratios["ratio"])
+    is_compiled = table["made_of"].astype(str).str.contains("torch.compile")
+    pays_after = np.ceil(table["first_s"].astype(float) / saved_s)
+    is_faster = table["verdict"] == "faster"
+    columns = {
+        "less_percent": 100 * (1 - ratios["ratio"]),
+        "less_low_percent": 100 * (1 - ratios["high"]),
+        "less_high_percent": 100 * (1 - ratios["low"]),
+        "verdict": table["verdict"],
+        "saved_s": saved_s,
+        "pays_after_steps": pays_after.where(is_compiled & is_faster),
+        "gradient_error": table["error"],
+        "loss_change": table["loss_change"],
+        "is_exact": table["is_exact"],
+    }
+    table = table[["change"]].assign(**columns)
+    return table.sort_values("less_percent", ascending=False, ignore_index=True)
+
+
+def arguments(results: Results) -> pd.DataFrame:
+    """Seconds per sample by value of a swept argument, the fastest first, and samples per step."""
+    table = ARGUMENT.medians(results.frame)
+    sizes = results.rows(["argument", "n_samples"], kind="argument").dropna().drop_duplicates()
+    table = join(table, sizes, ["argument"], "left")
+    return table.sort_values("seconds", ignore_index=True)
+
+
+def code(results: Results) -> str:
+    """The changes that pay, as Python to paste, each with what it gains; none of a busy run."""
+    if results.is_busy:
+        return "# the machine was busy: measure again before you change anything\n"
+    table = gains(results)
+    table = table[(table["verdict"] == "faster") & (table["change"] != TOGETHER)]
+    blocks = []
+    for row in table.to_dict("records"):
+        about = f"# {describe_gain(row)}"
+        if not row["is_exact"]:
+            about += f"; changes results: gradients by {row['gradient_error']:.1e}"
+        blocks.append(f"{about}\n{CHANGES[row['change']].code}\n")
+    return "\n".join(blocks) or "# nothing that was tried makes this training faster\n"
+
+
+def describe_gain(row: Any, *, is_busy: bool = False) -> str:
+    """What a row of `gains` says: "31 to 36% less time", "no difference shown: 4% less [-1, 9]".
+
+    Of a busy run: "34% less [31, 36]", as other programs may have made the difference.
+    """
+    low = round(row["less_low_percent"])
+    high = round(row["less_high_percent"])
+    estimate = f"{row['less_percent']:.0f}% less [{low}, {high}]"
+    if is_busy:
+        return estimate
+    if row["verdict"] == "faster":
+        text = f"{low}% less time" if low == high else f"{low} to {high}% less time"
+        if not math.isnan(row["pays_after_steps"]):
+            text += f"; pays after {row['pays_after_steps']:,.0f} steps"
+        return text
+    if row["verdict"] == "slower":
+        return f"{-high} to {-low}% more time"
+    return f"no difference shown: {estimate}"
