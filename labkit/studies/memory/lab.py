@@ -26,7 +26,8 @@ from labkit.studies.memory.worker import (
     NO_CHECKPOINTS,
     MemoryPoint,
 )
-from labkit.studies.shared.tables import FIT_SHARE, in_order
+from labkit.studies.shared.held import FIT_SHARE
+from labkit.studies.shared.tables import in_order
 
 PHASES = (worker.INFERENCE, worker.FORWARD, FULL_STEP)
 VISIBLE_SHARE = 0.01  # of the largest value; smaller parts are not plotted

@@ -20,8 +20,9 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import AUTO, CHOICES, POINT_TO_POINT, SHARED
 from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
 from labkit.studies.shared import tasks
+from labkit.studies.shared.held import FIT_SHARE
 from labkit.studies.shared.sharding_strategies import IMPLEMENTATIONS, TORCHS, register
-from labkit.studies.shared.tables import FIT_SHARE, add_up
+from labkit.studies.shared.tables import add_up
 from labkit.studies.shared.verification import verify_sharding
 
 DDP, ZERO1, ZERO2, ZERO3 = STAGES

@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 from labkit.parallel.sharding import is_distributed
 from labkit.torch_private import tree_leaves
 
+FIT_SHARE = 0.9
+"""Share of the memory that a training may take; the rest is for other programs."""
+
 
 def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Return the columns `parameters_bytes`, `gradients_bytes` and `optimizer_bytes` of this rank.

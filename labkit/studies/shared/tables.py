@@ -9,8 +9,6 @@ from labkit.lab.metric import Results
 from labkit.lab.project import reference_directory
 from labkit.parallel.data_parallel import TORCH
 
-FIT_SHARE = 0.9
-"""Share of the memory that a training may take; the rest is for other programs."""
 WRAPPER_NAMES = {
     TORCH: "torch's DDP",
     "naive": "NaiveDDP",

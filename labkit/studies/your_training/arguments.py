@@ -12,7 +12,7 @@ from labkit.bench.check import OK
 from labkit.bench.clock import time_interleaved
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.parallel.ranks.results import is_out_of_memory
-from labkit.studies.shared.tables import FIT_SHARE
+from labkit.studies.shared.held import FIT_SHARE
 from labkit.studies.your_training.loop import Loop, taking_turns
 from labkit.studies.your_training.memory import memory_rows
 from labkit.studies.your_training.setup import SetupError, Training, check_first_step
