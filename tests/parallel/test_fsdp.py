@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -571,73 +572,71 @@ def test_torch_is_unchanged() -> list[str]:
     return wrong + [f"a call: {name}" for name in vars(model.module) if "call_impl" in name]
 
 
+REFUSALS: dict[str, Callable[[int], Any]] = {
+    "shapes": lambda rank: FSDP(nn.Linear(3, 4 + rank)),
+    "number": lambda rank: FSDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)])),
+    "nothing to train": lambda rank: FSDP(nn.ReLU()),
+    "compute_dtype": lambda rank: FSDP(plain(), compute_dtype=torch.int32),
+    "compute_dtype on one rank": lambda rank: FSDP(
+        plain(), compute_dtype=torch.int32 if rank else None
+    ),
+    "another compute_dtype": lambda rank: FSDP(
+        plain(), compute_dtype=torch.float16 if rank else torch.bfloat16
+    ),
+    "parameters that overlap": lambda rank: FSDP(_overlapping()),
+    "prefetch": lambda rank: FSDP(plain(), prefetch=-1),
+    "a class that is not there": lambda rank: FSDP(plain(), units=[TransformerLayer]),
+    "a list as a unit": lambda rank: FSDP(TwoHeads(), units=[nn.ModuleList]),
+    "other units": lambda rank: FSDP(plain(), units=[nn.Linear] if rank else []),
+    "another setting": lambda rank: FSDP(plain(), reshard_after_forward=bool(rank)),
+    "transport": lambda rank: FSDP(plain(), transport="pigeons"),
+    "trained complex": lambda rank: FSDP(nn.Linear(2, 2, dtype=torch.complex64)),
+    "meta": lambda rank: FSDP(nn.Linear(2, 2, device="meta")),
+    "meta on rank 1": lambda rank: FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")),
+    "lazy": lambda rank: FSDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))),
+    "lazy on rank 1": lambda rank: FSDP(
+        nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))
+    ),
+    "hooks from before": lambda rank: FSDP(_hooked()),
+    "moved": lambda rank: FSDP(plain()).double(),
+    "moved inside": lambda rank: _after_wrapping(lambda module: module.double()),
+    "reordered inside": lambda rank: _after_wrapping(
+        lambda module: module.to(memory_format=torch.channels_last)
+    ),
+    "replaced inside": lambda rank: _after_wrapping(_replace),
+    "a state of other shapes": (
+        lambda rank: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)})
+    ),
+    "sharded already": lambda rank: FSDP(FSDP(plain()).module),
+    "sparse": (
+        lambda rank: (
+            FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))(torch.tensor([1])).sum().backward()
+        )
+    ),
+    "read outside its unit": lambda rank: FSDP(Reads())(inputs()),
+    "rows of one rank read outside their unit": lambda rank: FSDP(Reads(1))(torch.ones(3, 1)),
+    "read without its unit": lambda rank: FSDP(plain(), units=()).module[0](inputs()),
+    "copied": lambda rank: copy.deepcopy(FSDP(plain())),
+    "copied inside": lambda rank: copy.deepcopy(FSDP(plain()).module),
+    "averaged inside": lambda rank: AveragedModel(FSDP(plain()).module),
+    "second derivative": lambda rank: FSDP(plain())(inputs()).sum().backward(create_graph=True),
+    "backward in forward": lambda rank: FSDP(Force())(inputs()),
+    "a graph of backward in forward": (
+        lambda rank: FSDP(Force(create_graph=True))(inputs()).sum().backward()
+    ),
+    "changed between forward and backward": lambda rank: _between_forward_and_backward(),
+    "a hook that returns a value": lambda rank: _return_from_hook(),
+    "units of other sizes": lambda rank: FSDP(Unlike())(inputs(), rank),
+}
+
+
 @on_ranks(2)
-def test_refusals() -> list[str]:
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str) -> list[str]:
     """What is wrong on one rank is refused on all of them, in one line; nobody waits for the
     others."""
-    rank = dist.get_rank()
-    calls: dict[str, Callable[[], Any]] = {
-        "shapes": lambda: FSDP(nn.Linear(3, 4 + rank)),
-        "number": lambda: FSDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)])),
-        "nothing to train": lambda: FSDP(nn.ReLU()),
-        "compute_dtype": lambda: FSDP(plain(), compute_dtype=torch.int32),
-        "compute_dtype on one rank": lambda: FSDP(
-            plain(), compute_dtype=torch.int32 if rank else None
-        ),
-        "another compute_dtype": lambda: FSDP(
-            plain(), compute_dtype=torch.float16 if rank else torch.bfloat16
-        ),
-        "parameters that overlap": lambda: FSDP(_overlapping()),
-        "prefetch": lambda: FSDP(plain(), prefetch=-1),
-        "a class that is not there": lambda: FSDP(plain(), units=[TransformerLayer]),
-        "a list as a unit": lambda: FSDP(TwoHeads(), units=[nn.ModuleList]),
-        "other units": lambda: FSDP(plain(), units=[nn.Linear] if rank else []),
-        "another setting": lambda: FSDP(plain(), reshard_after_forward=bool(rank)),
-        "transport": lambda: FSDP(plain(), transport="pigeons"),
-        "trained complex": lambda: FSDP(nn.Linear(2, 2, dtype=torch.complex64)),
-        "meta": lambda: FSDP(nn.Linear(2, 2, device="meta")),
-        "meta on rank 1": lambda: FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")),
-        "lazy": lambda: FSDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))),
-        "lazy on rank 1": lambda: FSDP(
-            nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))
-        ),
-        "hooks from before": lambda: FSDP(_hooked()),
-        "moved": lambda: FSDP(plain()).double(),
-        "moved inside": lambda: _after_wrapping(lambda module: module.double()),
-        "reordered inside": lambda: _after_wrapping(
-            lambda module: module.to(memory_format=torch.channels_last)
-        ),
-        "replaced inside": lambda: _after_wrapping(_replace),
-        "a state of other shapes": (
-            lambda: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)})
-        ),
-        "sharded already": lambda: FSDP(FSDP(plain()).module),
-        "sparse": (
-            lambda: (
-                FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))(torch.tensor([1]))
-                .sum()
-                .backward()
-            )
-        ),
-        "read outside its unit": lambda: FSDP(Reads())(inputs()),
-        "rows of one rank read outside their unit": lambda: FSDP(Reads(1))(torch.ones(3, 1)),
-        "read without its unit": lambda: FSDP(plain(), units=()).module[0](inputs()),
-        "copied": lambda: copy.deepcopy(FSDP(plain())),
-        "copied inside": lambda: copy.deepcopy(FSDP(plain()).module),
-        "averaged inside": lambda: AveragedModel(FSDP(plain()).module),
-        "second derivative": lambda: FSDP(plain())(inputs()).sum().backward(create_graph=True),
-        "backward in forward": lambda: FSDP(Force())(inputs()),
-        "a graph of backward in forward": (
-            lambda: FSDP(Force(create_graph=True))(inputs()).sum().backward()
-        ),
-        "changed between forward and backward": _between_forward_and_backward,
-        "a hook that returns a value": _return_from_hook,
-        "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
-    }
-    errors = {
-        what: find_accepted([("", call)], RuntimeError, TypeError) for what, call in calls.items()
-    }
-    return [f"{what}{text}" for what, texts in errors.items() for text in texts]
+    call = partial(REFUSALS[case], dist.get_rank())
+    return find_accepted([("", call)], RuntimeError, TypeError)
 
 
 class Force(nn.Module):
