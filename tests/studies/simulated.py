@@ -28,8 +28,10 @@ class Series:
     rows: pd.DataFrame
     """One row per alternative, of one rank and repeat."""
     is_baseline: np.ndarray
+    medians: np.ndarray
+    """Logarithm of each alternative's median."""
     noise: np.ndarray
-    """Logarithms around each alternative's median, (alternatives, rounds)."""
+    """Logarithms around it, (alternatives, rounds)."""
     round_s: float
     budget_s: float
     most: int
@@ -37,10 +39,14 @@ class Series:
     def samples(self, rng, gain, spread):
         """Logarithms of times, (alternatives, rounds), of alternatives that are `gain` faster.
 
-        `spread` is the standard deviation of made-up noise; None: the recorded noise.
+        None: as much as in the recorded run. `spread` is the standard deviation of made-up noise;
+        None: the recorded noise.
         """
         times = np.exp(self._draw(rng, PILOT_ROUNDS + max(self.most, PILOT_ROUNDS), spread))
-        times[~self.is_baseline] *= 1 - gain
+        if gain is None:
+            times *= np.exp(self.medians - self.medians.mean())[:, None]
+        else:
+            times[~self.is_baseline] *= 1 - gain
         if self.most <= PILOT_ROUNDS:
             return times[:, : self.most]
         pilot = {str(n): {"": list(one[:PILOT_ROUNDS])} for n, one in enumerate(times)}
@@ -107,6 +113,7 @@ def series_of(lab, question_id):
             Series(
                 rows=first,
                 is_baseline=(first[metric.compare] == question.baseline).to_numpy(),
+                medians=np.median(logs, axis=1),
                 noise=noise,
                 round_s=max(1e-6, float(np.exp(np.median(logs, axis=1)).sum())),
                 budget_s=max(config.get("rounds_s") or np.inf, SET_UP_SHARE * set_up_s),

@@ -19,6 +19,7 @@ MAX_CLAIMS = 0.025
 NOISE_OF_MEDIANS = 1.25 * NOISE / 6**0.5  # of six rounds
 NO_CLAIM = {Compare: {"no clear difference", "undecided"}, Check: {"yes"}}
 GAIN = 0.1
+MIN_AGREEMENT = 0.9
 MIN_POWER = 0.7
 N_POWERFUL = 20
 """Comparisons that must have this power; the others have one noisy pair, or were not recorded."""
@@ -94,3 +95,20 @@ def test_a_gain_of_10_percent_is_shown_by_most_comparisons_in_the_time_of_quick(
                 powers[lab, question.id] = np.mean(shown)
     print(powers)
     assert sum(power >= MIN_POWER for power in powers.values()) >= N_POWERFUL
+
+
+def test_two_reports_of_one_machine_agree_and_none_says_the_opposite():
+    """With the recorded effects and noise, and other rounds."""
+    pairs = []
+    for lab in recorded_labs():
+        for question in load_lab(lab).questions:
+            if isinstance(question, Compare) and series_of(lab, question.id):
+                verdicts = [simulate(lab, question, seed, gain=None).verdict for seed in range(6)]
+                pairs += [
+                    (lab, question.id, *pair)
+                    for pair in zip(verdicts[::2], verdicts[1::2], strict=True)
+                ]
+    assert not [pair for pair in pairs if {*pair[2:]} == {"yes", "no"}]
+    agreeing = [pair for pair in pairs if pair[2] == pair[3]]
+    print(len(agreeing), len(pairs), [pair for pair in pairs if pair[2] != pair[3]])
+    assert len(agreeing) >= MIN_AGREEMENT * len(pairs)
