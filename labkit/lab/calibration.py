@@ -1,5 +1,4 @@
-"""The calibration of a machine from a run of the lab `limits`, and the newest one of this
-machine."""
+"""The calibration of a machine, from a run of the lab `limits`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,10 +33,10 @@ NEW = "new"  # operation of the sweep "memory"
 
 
 def calibrate_machine(run: Run) -> costs.Calibration | None:
-    """Calibrate a machine from its limits run; None if the run lacks rates of one rank, which
-    predictions need."""
+    """Calibrate a machine from its limits run; None without rates of one rank."""
     frame = run.frame()
-    if not (rates := tuple(_rates(frame))):
+    rates = tuple(_rates(frame))
+    if not rates:  # all predictions need them
         return None
     return costs.Calibration(
         run=run.name,
@@ -52,20 +51,23 @@ def calibrate_machine(run: Run) -> costs.Calibration | None:
 def newest_calibration(
     machine: Machine, within: timedelta | None = None
 ) -> costs.Calibration | None:
-    """The calibration from the newest complete and large enough limits run of this machine, at most
-    `within` old."""
+    """Return the calibration by the newest usable limits run of this machine, or None.
+
+    With `within`, the run is at most that old.
+    """
     for run in newest_runs(runs_directory() / LIMITS):
         if within is not None and datetime.now(UTC) - run.header.started > within:
             break
-        calibration = calibrate_machine(run) if _is_usable(run, machine) else None
+        if not _is_usable(run, machine):
+            continue
+        calibration = calibrate_machine(run)
         if calibration is not None and calibration.rates_on(machine.device("auto")):
             return replace(calibration, is_disturbed=bool(run.busy))
     return None
 
 
 def describe_calibration(run: Run) -> str:
-    """Name the calibration behind a run's predictions, and whether the machine was disturbed
-    then."""
+    """Name the calibration behind a run's predictions, and whether it was disturbed."""
     calibration = run.header.calibration
     if calibration is None:
         return "nothing: the machine was not calibrated (labkit measure limits)"
@@ -79,27 +81,19 @@ def describe_calibration(run: Run) -> str:
 
 
 def _is_usable(run: Run, here: Machine) -> bool:
-    """Return whether a run is complete, of this machine, cores and torch, and large enough for
-    predictions."""
+    """Return whether predictions may use a run: complete, of this machine, and large enough."""
     one, other = (
         [*each.identity, each.cores, each.versions.get("torch")]
         for each in (run.header.machine, here)
     )
+    if one != other or run.pending or run.header.profile == "smoke":
+        return False
     planned = run.header.planned.values()
-    products = [
-        point
-        for point in planned
-        if point.get("sweep") == "products" and point.get("world_size") == 1
-    ]
-    is_large = all(max(point.get("sizes") or [0]) >= LEAST_ROWS for point in products)
-    has_messages = any(point.get("sweep") == "exchange" for point in planned)
-    return (
-        one == other
-        and not run.pending
-        and run.header.profile != "smoke"
-        and is_large
-        and has_messages
-    )
+    for point in planned:
+        is_of_one_rank = point.get("sweep") == "products" and point.get("world_size") == 1
+        if is_of_one_rank and max(point.get("sizes") or [0]) < LEAST_ROWS:
+            return False
+    return any(point.get("sweep") == "exchange" for point in planned)
 
 
 def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
@@ -108,7 +102,8 @@ def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
     products = products[products["shape"].str.startswith("square")]
     for device, some in products.groupby("device"):
         here = memory[memory["device"] == device]
-        if additions := _curve(here[here["operation"] == NEW], "bytes"):
+        additions = _curve(here[here["operation"] == NEW], "bytes")
+        if additions:
             curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
             yield costs.Rates(
                 device=str(device),
@@ -119,17 +114,13 @@ def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
 
 
 def autograd(frame: pd.DataFrame) -> costs.Autograd | None:
-    """Fit the cost of autograd from chains of few and many operators, on one device; None without
-    both.
-
-    Medians count, not minima: passes in training run after others, too.
-    """
+    """Fit the cost of autograd on one device, from chains of few and many operators, or None."""
+    # Medians count, not minima: passes in training run after others, too.
     table = CHAINS.medians(frame).sort_values("operators")
     if len(table) < 2:
         return None
-    (few, short_s), (many, long_s) = (
-        table[["operators", "seconds"]].iloc[[0, -1]].to_numpy(dtype=float)
-    )
+    ends = table[["operators", "seconds"]].iloc[[0, -1]]
+    (few, short_s), (many, long_s) = ends.to_numpy(dtype=float)
     operator_s = max(0.0, (long_s - short_s) / (many - few))
     return costs.Autograd(begin_s=max(0.0, short_s - few * operator_s), operator_s=operator_s)
 
@@ -140,38 +131,35 @@ def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _curve(table: pd.DataFrame, work: str) -> costs.Curve:
-    """(work, seconds) by size. If something larger took less time, which is noise, its time holds
-    for both."""
+    """Return (work, seconds) by size."""
     ordered = table.sort_values(work)
+    # If something larger took less time, which is noise, its time holds for both.
     seconds = ordered["seconds"][::-1].cummin()[::-1]
     return tuple(zip(ordered[work].astype(float), seconds.astype(float), strict=True))
 
 
 def _faster_with_size(table: pd.DataFrame) -> costs.Curve:
-    """(FLOPs, seconds) of square products at no less than the rate of smaller ones: lower rates are
-    disturbances."""
+    """Return (FLOPs, seconds) of square products."""
     ordered = table.sort_values("flops")
-    rate = (ordered["flops"] / ordered["seconds"]).cummax()
-    return tuple(
-        zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True)
-    )
+    flops = ordered["flops"].astype(float)
+    # A rate below that of smaller products is a disturbance.
+    rate = (flops / ordered["seconds"]).cummax()
+    return tuple(zip(flops, flops / rate, strict=True))
 
 
 def transports(frame: pd.DataFrame) -> Iterator[costs.Transport]:
-    """Fit alpha and beta of every transport and number of ranks: all-reduce, messages in a row,
-    messages at once.
+    """Fit alpha and beta of every transport and number of ranks.
 
-    The cost of a call is the time of the shortest all-reduce by recursive doubling minus that of
-    its messages.
+    Of all-reduces, of messages in a row, and of messages at once. The cost of a call is the time of
+    the shortest all-reduce by recursive doubling minus that of its messages.
     """
     for (way, ranks), table in EXCHANGE.medians(frame).groupby(["way", "world_size"]):
         by_size = table.pivot_table(index="n_bytes", columns="what", values="seconds")
         if {ALL_REDUCE, MESSAGE, ROW, BURST, DOUBLING} - set(by_size) or len(by_size.dropna()) < 2:
             continue
         by_size = by_size.dropna()
-        message = ((by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)).clip(
-            lower=by_size[MESSAGE] / IN_A_ROW
-        )
+        message = (by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)
+        message = message.clip(lower=by_size[MESSAGE] / IN_A_ROW)
         rounds = recursive_doubling(int(ranks), 0).messages
         call_s = max(0.0, float((by_size[DOUBLING] - rounds * message).iloc[0]))
         burst = (by_size[BURST] - (by_size[MESSAGE] - message).clip(lower=0)).clip(lower=message)

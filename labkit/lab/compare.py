@@ -1,5 +1,4 @@
-"""`labkit compare`: runs of a lab side by side, by their answers on the points that they share, on
-one page.
+"""`labkit compare`: runs of a lab side by side, by their answers on the points that they share.
 
 Repeats of different runs were not interleaved, so times are not compared. Ratios within a run are
 (`lab.ratios`).
@@ -55,13 +54,15 @@ class Pair:
         """Fate of each verdict that one of them has, by question."""
         outcomes = {}
         for question, answers in self.answers.items():
-            first, other = (answer.verdict != "not measured" for answer in answers)
-            if first and other:
-                outcomes[question] = (
-                    "agree" if answers[0].verdict == answers[1].verdict else "differ"
-                )
-            elif first or other:
-                outcomes[question] = "lost" if first else "gained"
+            first, other = (answer.verdict for answer in answers)
+            if first == other == "not measured":
+                continue
+            if other == "not measured":
+                outcomes[question] = "lost"
+            elif first == "not measured":
+                outcomes[question] = "gained"
+            else:
+                outcomes[question] = "agree" if first == other else "differ"
         return outcomes
 
     def unshared_reason(self) -> str:
@@ -75,8 +76,7 @@ class Pair:
 
 
 def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pair]:
-    """Compare the runs of each lab with its first. ParameterError if no two runs of one lab share a
-    point."""
+    """Compare the runs of each lab with its first. ParameterError if none share a point."""
     by_lab: dict[str, list[Run]] = {}
     for run in runs:
         by_lab.setdefault(run.header.lab, []).append(run)
@@ -101,19 +101,20 @@ def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pa
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     """Name each run by its machine, with its start if another run of the lab has the same name."""
     machines = [(run.header.lab, run.header.machine.label) for run in runs]
-    return {
-        run.path: (
-            label if machines.count((lab, label)) == 1 else f"{label}, {run.header.started:%F %T}"
-        )
-        for run, (lab, label) in zip(runs, machines, strict=True)
-    }
+    names = {}
+    for run, (lab, label) in zip(runs, machines, strict=True):
+        names[run.path] = label
+        if machines.count((lab, label)) > 1:
+            names[run.path] = f"{label}, {run.header.started:%F %T}"
+    return names
 
 
 def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pair:
     for ignored in (REPEATING | MACHINE_DECIDES, REPEATING | MACHINE_DECIDES | PLACES):
         keys = [_point_keys(run, ignored) for run in runs]
         planned = [set(by_id.values()) for by_id in keys]
-        if shared := planned[0] & planned[1]:
+        shared = planned[0] & planned[1]
+        if shared:
             break
     one, two = (_answer_shared(lab, run, ids, shared) for run, ids in zip(runs, keys, strict=True))
     answers = {question: (one[question], two[question]) for question in one}
@@ -128,20 +129,19 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
 
 
 def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
-    """Return the key of each point, by its id: its fields except lists of alternatives and those
-    ignored."""
+    """Return the key of each point, by its id: its fields without those ignored.
 
-    def matters(name: str, value: Any) -> bool:
-        return name not in ignored and not (
-            isinstance(value, list) and any(isinstance(one, str) for one in value)
-        )
-
-    return {
-        id: json.dumps(
-            {name: value for name, value in sorted(fields.items()) if matters(name, value)}
-        )
-        for id, fields in run.header.planned.items()
-    }
+    Lists of alternatives are left out, too: those that both runs have are compared.
+    """
+    keys = {}
+    for id, fields in run.header.planned.items():
+        key = {}
+        for name, value in sorted(fields.items()):
+            is_names = isinstance(value, list) and any(isinstance(one, str) for one in value)
+            if name not in ignored and not is_names:
+                key[name] = value
+        keys[id] = json.dumps(key)
+    return keys
 
 
 def _answer_shared(
@@ -226,16 +226,14 @@ def _answer_table(pairs: Sequence[Pair]) -> pd.DataFrame:
                 pairs[0].names[0]: _describe(pairs[0].answers[question.id][0]),
             }
             row |= {pair.names[1]: _describe(pair.answers[question.id][1]) for pair in pairs}
-            rows.append(
-                row
-                | {
-                    "outcome": (
-                        outcomes[0] if len(outcomes) == 1 else f"{outcomes.count('agree')} agree"
-                    )
-                }
-            )
+            row["outcome"] = f"{outcomes.count('agree')} agree"
+            if len(outcomes) == 1:
+                row["outcome"] = outcomes[0]
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
 def _describe(answer: Answer) -> str:
-    return answer.verdict if answer.effect == 1 else f"{answer.verdict} ({answer.effect:.2g})"
+    if answer.effect == 1:
+        return answer.verdict
+    return f"{answer.verdict} ({answer.effect:.2g})"

@@ -45,8 +45,7 @@ SMOKE_REPEATS = 6  # the fewest that give an interval
 
 
 class ParameterError(ValueError):
-    """A parameter that a lab cannot use; the message says what was expected. A notebook shows the
-    message alone."""
+    """A parameter that a lab cannot use; a notebook shows the message alone."""
 
     def _render_traceback_(self) -> list[str]:  # IPython calls it
         return [f"{type(self).__name__}: {self}"]
@@ -66,7 +65,9 @@ class LabConfig(BaseModel):
     @field_validator("*")
     @classmethod
     def _drop_repetitions(cls, value: Any) -> Any:
-        return list(dict.fromkeys(value)) if isinstance(value, list) else value
+        if isinstance(value, list):
+            return list(dict.fromkeys(value))
+        return value
 
 
 class TimedConfig(LabConfig):
@@ -90,25 +91,22 @@ class DeviceConfig(TimedConfig):
 
 
 def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:
-    """Make the profile `smoke`: the smallest model, the first of each list of numbers, one session,
-    few repeats."""
-    values = {name: getattr(config, name) for name in type(config).model_fields}
-    short = {
-        name: [SMALLEST_MODEL] if name in models else value[:1]
-        for name, value in values.items()
-        if isinstance(value, list)
-        and value
-        and (name in models or isinstance(value[0], int | float))
-    }
+    """Make the profile `smoke`: the smallest model, one number of each list, and few repeats."""
     fewer = {"repeats": SMOKE_REPEATS, "warmup": 1, "sessions": 1}
-    return config.model_copy(
-        update=short | {name: value for name, value in fewer.items() if name in values}
-    )
+    short: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if name in fewer:
+            short[name] = fewer[name]
+        elif name in models and value:
+            short[name] = [SMALLEST_MODEL]
+        elif isinstance(value, list) and value and isinstance(value[0], int | float):
+            short[name] = value[:1]
+    return config.model_copy(update=short)
 
 
 def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Limit numbers of ranks in parameters to the number of GPUs; leave them out if there is one
-    GPU."""
+    """Limit numbers of ranks in parameters to the GPUs; leave them out if there is one GPU."""
     values = {
         name: value for name, value in parameters.items() if gpus > 1 or "world_size" not in name
     }
@@ -154,8 +152,7 @@ def check_names(lab: str, names: Iterable[str], valid: Collection[str]) -> None:
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
-    """Parse ["world_sizes=[2, 4]", "dtype=bfloat16"]: values are JSON or Python literals, else
-    plain text."""
+    """Parse ["world_sizes=[2, 4]", "dtype=bfloat16"]: values are JSON, Python literals or text."""
     values = {}
     for assignment in assignments:
         name, separator, text = assignment.partition("=")
@@ -170,7 +167,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
 def nearest(name: Any, valid: Iterable[str]) -> str:
     """Suggest the most similar valid name, as ` (did you mean 'x'?)`, or nothing."""
     close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return "".join(f" (did you mean {name!r}?)" for name in close)
 
 
 def _parse_value(text: str) -> Any:
@@ -183,13 +180,14 @@ def _parse_value(text: str) -> Any:
 
 
 def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
-    """Say the first of pydantic's errors in one line: parameter, expectation, value, the profile's
-    value."""
+    """Say the first of pydantic's errors in one line, with the value that the profile has."""
     problem = error.errors(include_url=False)[0]
     name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
-    place = f" (item {inside[0]})" if inside else ""
+    place = "".join(f" (item {number})" for number in inside[:1])
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     message, hints, hint = message.partition(" (did you mean")
     text = f"parameter {name!r}{place} {message}, got {problem['input']!r:.300}{hints}{hint}"
     value = json.dumps(base.model_dump(mode="json").get(name))
-    return text if value == "null" else f"{text}; {profile} has {name}={value.replace(', ', ',')}"
+    if value == "null":
+        return text
+    return f"{text}; {profile} has {name}={value.replace(', ', ',')}"

@@ -35,8 +35,7 @@ class Results:
     """Columns of alternatives and their names in sentences, as the lab declares them."""
 
     def rows(self, columns: Sequence[str], **where: Any) -> pd.DataFrame:
-        """These columns of the rows that have these values; a column that the frame lacks is
-        empty."""
+        """Return columns of the rows with these values; a column that the frame lacks is empty."""
         rows = self.frame.reindex(columns=list(dict.fromkeys([*columns, *where])))
         for name, value in where.items():
             rows = rows[rows[name] == value]
@@ -61,8 +60,7 @@ Table = Callable[[Results], pd.DataFrame]
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured column in which smaller is better, the column of alternatives, and the columns of
-    a configuration.
+    """A measured column in which smaller is better, compared between alternatives.
 
     The slowest rank of each repeat counts. Sessions, which measure the same configuration in other
     processes at another time, are combined into one ratio.
@@ -86,20 +84,25 @@ class Metric:
         return [*self.configuration, self.compare]
 
     def select(self, frame: pd.DataFrame, *, with_missing: bool = False) -> pd.DataFrame:
-        """Select rows that meet `where` and turn them into samples; `with_missing`: also rows that
-        lack its columns."""
+        """Select rows that meet `where` and turn them into samples.
+
+        `with_missing`: rows that lack its columns, too, and none is turned into a sample.
+        """
         rows = frame.reindex(
             columns=list(dict.fromkeys([*frame.columns, *self.columns, *self.where, self.value]))
         )
         for name, wanted in self.where.items():
             is_wanted = rows[name] == wanted
-            rows = rows[is_wanted | rows[name].isna() if with_missing else is_wanted]
+            if with_missing:
+                is_wanted |= rows[name].isna()
+            rows = rows[is_wanted]
         rows = rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
-        return rows if with_missing or rows.empty else self.prepare(rows)
+        if with_missing or rows.empty:
+            return rows
+        return self.prepare(rows)
 
     def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Return the slowest rank's value: one row per (configuration, alternative, session,
-        repeat)."""
+        """Return the slowest rank's value by configuration, alternative, session and repeat."""
         rows = self.select(frame).dropna(subset=[self.value])
         rows = rows.assign(
             session=rows["session"].astype(object).fillna(1) if "session" in rows else 1
@@ -110,12 +113,12 @@ class Metric:
         return statistics.slowest_rank(rows, self.value, keys)
 
     def medians(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Return medians, intervals that cover those of all sessions, and `n`, by configuration and
-        alternative."""
+        """Return medians, their intervals and `n`, by configuration and alternative."""
         samples = self.samples(frame)
         table = statistics.median_groups(samples, self.value, self.columns)
         if samples["session"].nunique() > 1:
             sessions = statistics.median_groups(samples, self.value, [*self.columns, "session"])
+            # Processes differ: the interval covers that of each session.
             groups = pd.concat([table, sessions]).groupby(self.columns, dropna=False, sort=False)
             table[["low", "high"]] = groups.agg({"low": "min", "high": "max"}).to_numpy()
         return table.rename(columns={"median": self.value})[
@@ -123,25 +126,19 @@ class Metric:
         ]
 
     def largest(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Return the largest value of any rank and repeat: one row per (configuration,
-        alternative)."""
+        """Return the largest value of any rank and repeat, by configuration and alternative."""
         rows = self.select(frame).dropna(subset=[self.value])
         return rows.groupby(self.columns, dropna=False, sort=False)[self.value].max().reset_index()
 
     def ratios_to(
         self, baseline: Any, frame: pd.DataFrame, among: Sequence[Any] | None = None
     ) -> pd.DataFrame:
-        """Divide each alternative (of `among`, if given) by `baseline` in each configuration that
-        has both.
+        """Divide each alternative (of `among`, if given) by `baseline`, by configuration.
 
         Columns: configuration, alternative, `ratio`, `low`, `high`, `p`, `verdict`.
         """
-        if among is not None:
-            frame = (
-                frame[frame[self.compare].isin([baseline, *among])]
-                if self.compare in frame
-                else frame
-            )
+        if among is not None and self.compare in frame:
+            frame = frame[frame[self.compare].isin([baseline, *among])]
         if self.exact:
             return self._exact_ratios(baseline, self.largest(frame))
         keys = [*self.configuration, "session"]
@@ -163,12 +160,11 @@ class Metric:
         )
 
     def leaders(self, table: pd.DataFrame) -> list[Any]:
-        """Return the alternative with most wins less losses over configurations, then those that
-        are as good; none if none is better anywhere.
+        """Return the alternative with most wins less losses, then those that are as good.
 
-        Alternatives are ranked over the configurations that all of them have, if there are any.
-        Those with as many wins, within the smallest relevant difference of the fastest, are as
-        good; the first in the table leads.
+        None, if none is better anywhere. Alternatives are ranked over the configurations that all
+        of them have, if there are any. Those with as many wins, within the smallest relevant
+        difference of the fastest, are as good; the first in the table leads.
         """
         name = self.compare
         keys = list(self.configuration)
@@ -194,8 +190,7 @@ class Metric:
     def failures(
         self, frame: pd.DataFrame, among: Collection[Any] | None = None
     ) -> tuple[Note, ...]:
-        """Note alternatives (of `among`, if given) that are wrong or have no value, with the
-        reason."""
+        """Note alternatives (of `among`, if given) that are wrong or have no value."""
         rows = self.select(frame, with_missing=True)
         if among is not None:
             rows = rows[rows[self.compare].isin(among)]

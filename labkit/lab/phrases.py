@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from labkit.lab.facts import Comparison
+from labkit.lab.facts import Answer, Comparison
 from labkit.lab.units import column, format_factor
 
 TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
@@ -86,9 +86,9 @@ class Amount:
     phrase: Phrase
 
 
-def amount(answer: Comparison) -> Amount | None:
-    """Word the range of a comparison's ratios; None if no difference is shown."""
-    if answer.direction is None:
+def change(answer: Answer) -> Amount | None:
+    """Word how much better or worse a comparison is; None if no difference is shown."""
+    if not isinstance(answer, Comparison) or answer.direction is None:
         return None
     phrases = phrasing(answer.quantity)
     if answer.direction == "better":
@@ -123,9 +123,11 @@ def interval(ratio: float, low: float, high: float, phrases: Phrasing) -> str:
         phrase = phrases.multiple
         numbers = [format_factor(one) for one in (ratio, low, high)]
     value, first, last = numbers
-    unit = "%" if phrase is phrases.less or phrase is phrases.more or phrase.is_share else ""
-    bounds = f" [{first}, {last}]" if low < high else ""
-    return f"{value}{unit}{bounds} {phrase.words}"
+    if phrase.is_share or phrase in (phrases.less, phrases.more):
+        value += "%"
+    if low < high:
+        value += f" [{first}, {last}]"
+    return f"{value} {phrase.words}"
 
 
 def _percents(*shares: float) -> list[str]:
@@ -147,7 +149,9 @@ def format_outside(ratio: float, within: float) -> str:
         rounded = float(text)
         if max(rounded, 1 / rounded) > within:
             break
-    return text if ratio < 10 else f"{ratio:,.0f}"
+    if ratio >= 10:
+        return f"{ratio:,.0f}"
+    return text
 
 
 def ceil_percent(factor: float) -> str:

@@ -59,8 +59,7 @@ class Point:
 
     @classmethod
     def of(cls, config: Any, **values: Any) -> Self:
-        """Make a point with these fields, and with all others that `config` has; lists become
-        tuples."""
+        """Make a point with these fields and all others that `config` has; lists become tuples."""
         shared = {
             field.name: getattr(config, field.name)
             for field in fields(cls)
@@ -75,8 +74,7 @@ class Point:
 
     @classmethod
     def on(cls, machine: "Machine", config: Any, world_size: int, **values: Any) -> Self:
-        """Make a point of several ranks on the device of the config, with the backend that connects
-        them."""
+        """Make a point of several ranks on the config's device, with the backend between them."""
         device = machine.device(config.device)
         backend = machine.backend(device, ranks_here(world_size))
         return cls.of(
@@ -85,8 +83,7 @@ class Point:
 
     @cached_property
     def id(self) -> str:
-        """Twelve hexadecimal digits that identify the description, in every process on every
-        machine."""
+        """Twelve hexadecimal digits of the description, the same on every machine."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -98,7 +95,9 @@ class Point:
     def ranks_key(self) -> tuple[Any, ...]:
         """Key of the group of ranks: neighbors with equal keys share one."""
         shared = (self.world_size, self.backend, self.scheduling, self.timeout_s)
-        return (*shared, self.id) if self.fresh_ranks else shared
+        if self.fresh_ranks:
+            return (*shared, self.id)
+        return shared
 
     @property
     def needed_bytes(self) -> float:
@@ -107,8 +106,7 @@ class Point:
 
     @property
     def series(self) -> tuple[Hashable, float] | None:
-        """(series, size): larger points of a series are skipped after one that ran out of memory or
-        took too long.
+        """Series and size: larger points are skipped after one that was too large or too slow.
 
         By default a series is all points that need memory and differ in their models and other
         numbers only.
@@ -116,7 +114,9 @@ class Point:
         others = ((name, value) for name, value in self._own_fields() if name not in MODEL_FIELDS)
         alike = [value for name, value in others if isinstance(value, str) or name in BATCH]
         group = (self.world_size, self.backend, self.scheduling, *alike)
-        return (group, self.needed_bytes) if self.needed_bytes else None
+        if not self.needed_bytes:
+            return None
+        return group, self.needed_bytes
 
     @property
     def refusal(self) -> str | None:
@@ -124,30 +124,34 @@ class Point:
         return None
 
     def skip_reason(self, machine: "Machine") -> str | None:
-        """Return why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or
-        None."""
+        """Return why this machine cannot measure the point, such as a lack of memory, or None."""
         device = getattr(self, "device", "cpu")
         ranks = ranks_here(self.world_size)
-        if reason := self.refusal or machine.no_device_reason(device):
+        reason = self.refusal or machine.no_device_reason(device)
+        if reason is not None:
             return reason
         if self.backend == "nccl" and ranks > len(machine.gpus) > 0:
             return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
         if device == "cuda" and ranks > len(machine.gpus) and machine.exclusive_gpus:
             return "ranks would share a GPU in exclusive mode (`nvidia-smi -c 0` ends it)"
-        # one per rank, as far as there are enough
-        gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
-        available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
-        needed = ranks * (self.needed_bytes + (RANK_BYTES if device == "cpu" else 0))
-        return (
-            None
-            if needed <= available
-            else f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        )
+        needed = ranks * self.needed_bytes
+        if device == "cuda":
+            # one per rank, as far as there are enough
+            gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
+            available = len(gpus) * min(gpus)
+        else:
+            needed += ranks * RANK_BYTES
+            available = available_memory_bytes()
+        if needed <= available:
+            return None
+        return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
 
     @property
     def device_type(self) -> str:
         """ "cpu" or "cuda"."""
-        return "cuda" if self.backend == "nccl" else getattr(self, "device", "cpu")
+        if self.backend == "nccl":
+            return "cuda"
+        return getattr(self, "device", "cpu")
 
     @property
     def planned_s(self) -> float:
@@ -157,11 +161,11 @@ class Point:
 
     def mentions(self, names: Set[str]) -> bool:
         """Return whether a field is one of these names, or a list that has one."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return any(
-            not names.isdisjoint(value if isinstance(value, tuple) else (value,))
-            for value in values
-        )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value in names or (isinstance(value, tuple) and not names.isdisjoint(value)):
+                return True
+        return False
 
     def title(self) -> str:
         """Short name for a progress line: "2 ranks, wrappers, mini, cpu, batch 2"."""
@@ -217,8 +221,7 @@ class TimedPoint(Point):
 
     @property
     def rounds(self) -> dict[str, Any]:
-        """Options of `time_parts_interleaved`: number and end of the rounds, and the seed of their
-        order."""
+        """Options of `time_parts_interleaved`: number, end and order of the rounds."""
         ends = {
             "gain": self.gain,
             "rounds_s": math.inf if self.rounds_s is None else self.rounds_s,
@@ -247,8 +250,7 @@ class ModelPoint(DevicePoint):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPoint(TimedPoint):
-    """A point that may be measured again, by other ranks at another time
-    (`labkit.bench.statistics`)."""
+    """A point that may be measured again, by other ranks at another time."""
 
     session: int = 1
 
@@ -261,8 +263,8 @@ P = TypeVar("P", bound=SessionPoint)
 
 
 def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
-    """Yield the points of each further session, in reverse order, so that a steady drift affects
-    all alike."""
+    """Yield the points of each further session, in reverse order."""
+    # Reversed: a steady drift then affects all alike.
     for _ in range(1, sessions):
         points = [replace(point, session=point.session + 1) for point in reversed(points)]
         yield from points

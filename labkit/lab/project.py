@@ -13,22 +13,26 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def checkout() -> Path | None:
-    """Root of the checkout; None for an installed labkit."""
+    """Return the root of the checkout; None for an installed labkit."""
     root = PACKAGE.parent
-    return root if (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir() else None
+    if (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir():
+        return root
+    return None
 
 
 def project_root() -> Path:
-    """Folder of runs, figures, reports and data sets: $LABKIT_HOME, else the checkout, else the
-    working directory."""
-    if home := os.environ.get("LABKIT_HOME"):
+    """Return the folder of runs, figures, reports and data sets.
+
+    $LABKIT_HOME, else the checkout, else the working directory.
+    """
+    home = os.environ.get("LABKIT_HOME")
+    if home:
         return Path(home).expanduser().resolve()
     return checkout() or Path.cwd()
 
 
 def shipped() -> Path:
-    """Return the folder of the notebooks and data that come with labkit: the checkout, or in an
-    installed package."""
+    """Return the folder of the notebooks and data that come with labkit."""
     return checkout() or PACKAGE / "shipped"
 
 
@@ -66,21 +70,14 @@ def check_writable(*folders: Path) -> None:
     from labkit.lab.config import ParameterError
 
     for folder in folders:
+        parents = (folder, *folder.absolute().parents)
         try:
-            there = next(
-                parent for parent in (folder, *folder.absolute().parents) if parent.exists()
-            )
-            TemporaryFile(dir=there).close()
+            TemporaryFile(dir=next(path for path in parents if path.exists())).close()
         except OSError as error:
-            is_ours = folder.resolve().is_relative_to(project_root())
-            way_out = (
-                "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports elsewhere"
-                if is_ours
-                else ""
-            )
-            raise ParameterError(
-                f"{folder} cannot be written ({error.strerror}){way_out}"
-            ) from None
+            reason = f"{folder} cannot be written ({error.strerror})"
+            if folder.resolve().is_relative_to(project_root()):
+                reason += "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports elsewhere"
+            raise ParameterError(reason) from None
 
 
 def lock_file(descriptor: int, path: Path) -> None:
@@ -112,12 +109,13 @@ def check_page(page: Path) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, by renaming a temporary one. OSError with the file's name
-    if that fails."""
+    """Write a file whole or not at all. OSError with the file's name if that fails."""
+    if isinstance(content, str):
+        content = content.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.write_bytes(content)
         part.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -131,8 +129,7 @@ def is_full_disk(error: Exception) -> TypeGuard[OSError]:
 
 
 def notebook_path(lab: str) -> Path:
-    """Return the path of a lab's notebook, `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if
-    there is none."""
+    """Return the path of a lab's notebook. FileNotFoundError if there is none."""
     matches = sorted(notebooks_directory().glob(f"[0-9][0-9]_{lab}.ipynb"))
     if not matches:
         raise FileNotFoundError(f"no notebook for the lab {lab!r} in {notebooks_directory()}")
@@ -146,28 +143,22 @@ def committed_notebook(lab: str) -> tuple[str, bool]:
     """
     path = notebook_path(lab)
     text = path.read_text(encoding="utf-8")
-    command = [
-        "git",
-        "-c",
-        "safe.directory=*",
-        "-C",
-        str(path.parent),
-        "show",
-        f"HEAD:./{path.name}",
-    ]
+    # A container's folder may belong to another user, which git refuses by default.
+    git = ["git", "-c", "safe.directory=*", "-C", str(path.parent)]
+    command = [*git, "show", f"HEAD:./{path.name}"]
     try:
-        committed = subprocess.run(
-            command, capture_output=True, check=True, timeout=10
-        ).stdout.decode()
+        shown = subprocess.run(command, capture_output=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return text, False
-    is_edited = _code_cells(text) != _code_cells(committed)
-    return committed if is_edited else text, is_edited
+    committed = shown.stdout.decode()
+    # Text may be edited; edited code would change what a report of this name measures.
+    if _code_cells(text) == _code_cells(committed):
+        return text, False
+    return committed, True
 
 
 def _code_cells(text: str) -> list[str] | None:
-    """Return the source of each code cell; None for a file that is no notebook, as after a failed
-    merge."""
+    """Return the source of each code cell; None for no notebook, as after a failed merge."""
     try:
         cells = json.loads(text)["cells"]
         return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -176,13 +167,12 @@ def _code_cells(text: str) -> list[str] | None:
 
 
 def relative_to_project(path: Path) -> str:
-    """Return the path for a page: relative to the project, or to the files that come with labkit,
-    if inside."""
+    """Return the path for a page, relative to the project or to the files that come with labkit."""
     resolved = path.resolve()
-    root = next(
-        (root for root in (project_root(), shipped()) if resolved.is_relative_to(root)), None
-    )
-    return str(resolved.relative_to(root) if root else path)
+    for root in (project_root(), shipped()):
+        if resolved.is_relative_to(root):
+            return str(resolved.relative_to(root))
+    return str(path)
 
 
 def from_project(text: str) -> Path:
@@ -194,21 +184,22 @@ def from_project(text: str) -> Path:
 def path_from_here(path: Path) -> str:
     """Return the path for a terminal: relative to the working directory if inside."""
     resolved = path.resolve()
-    here = Path.cwd()
-    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
+    if resolved.is_relative_to(Path.cwd()):
+        resolved = resolved.relative_to(Path.cwd())
+    return str(resolved)
 
 
 def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:
-    """Kind of a path from a user; None if nothing is there, or if the text can be no path (10,000
-    characters)."""
+    """Return the kind of a path from a user; None if nothing is there."""
     try:
-        return "file" if Path(path).is_file() else "folder" if Path(path).is_dir() else None
-    except (OSError, ValueError):
+        if Path(path).is_file():
+            return "file"
+        return "folder" if Path(path).is_dir() else None
+    except (OSError, ValueError):  # the text can be no path, as with 10,000 characters
         return None
 
 
 def forget_version(model: dict[str, Any], **_: Any) -> None:
-    """Hook that JupyterLab calls before it saves: a notebook does not record which Python ran
-    it."""
+    """Remove from a notebook which Python ran it: a hook that JupyterLab calls before saving."""
     if model["type"] == "notebook":
         model["content"]["metadata"].get("language_info", {}).pop("version", None)

@@ -1,5 +1,4 @@
-"""The configuration of a training step that this machine's runs recommend, and the lines of a
-script that uses it.
+"""The configuration of a training step that this machine's runs recommend, and its script.
 
 A field gets an alternative that was significantly faster than the default in the newest run of a
 lab here, on the requested model or the measured one nearest in size. It is the best alternative
@@ -61,8 +60,7 @@ class Topic:
     """Values of the rows that count, by column."""
 
     def choose(self, run: Run, model: str, context_length: int) -> tuple[Any, str | None]:
-        """Choose the value of the field by the ratios of a run, and a reader's own alternative if
-        that is the fastest."""
+        """Choose the value of the field by a run; also a reader's alternative that is faster."""
         question = find_lab(self.lab).question(self.question)
         assert isinstance(question, Compare)
         table = question.metric.ratios_to(question.baseline, run.frame(), question.among)
@@ -75,27 +73,30 @@ class Topic:
         own = table[column].isin(run.header.user_alternatives)
         choice = self._fastest(question, table[~own], model, context_length)
         best = self._fastest(question, table, model, context_length)
-        value = getattr(DEFAULT, self.field) if choice is None else choice
         if self.field == "compiled":
-            value = choice == "compiled"
-        return value, str(best) if best in run.header.user_alternatives else None
+            choice = choice == "compiled"
+        elif choice is None:
+            choice = getattr(DEFAULT, self.field)
+        if best not in run.header.user_alternatives:
+            best = None
+        return choice, best
 
     def _fastest(
         self, question: Compare, table: pd.DataFrame, model: str, context_length: int
     ) -> Any:
-        """Return the best alternative over all configurations, unless the nearest shows no gain for
-        it; None if nothing is faster there."""
+        """Return the best of the alternatives that are faster in the nearest configuration."""
         distance = self._distances(table, model, context_length)
         name = question.metric.compare
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
             return None
-        best = faster[faster[name].isin(question.metric.leaders(table)[:1])]
-        return (best if len(best) else faster).sort_values("ratio")[name].iloc[0]
+        leader = faster[faster[name].isin(question.metric.leaders(table)[:1])]
+        if len(leader):
+            return leader[name].iloc[0]
+        return faster.sort_values("ratio")[name].iloc[0]
 
     def _distances(self, table: pd.DataFrame, model: str, context_length: int) -> pd.Series:
-        """Distance of each row from the model or the length of a sequence, as |log(ratio)|; NaN:
-        too far."""
+        """Return |log(ratio)| of each row to the model or the length; NaN: too far."""
         if self.near == "sequence":
             distance = np.log(table["sequence"].astype(float) / context_length).abs()
             return distance.where(distance <= np.log(MAX_LENGTH_RATIO))
@@ -126,13 +127,13 @@ def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Recom
 
 
 def runs_here(machine: Machine) -> dict[str, Run]:
-    """Return the newest run of this machine that may recommend something, by lab that decides a
-    field."""
+    """Return the newest runs of this machine that may recommend something, by lab."""
     runs: dict[str, Run] = {}
     for lab in {topic.lab for topic in TOPICS}:
         newest = newest_runs(runs_directory() / lab, recorded_directory() / lab)
-        if run := next((run for run in newest if _may_recommend(run, machine)), None):
-            runs[lab] = run
+        usable = next((run for run in newest if _may_recommend(run, machine)), None)
+        if usable is not None:
+            runs[lab] = usable
     return runs
 
 
@@ -151,8 +152,7 @@ def _may_recommend(run: Run, machine: Machine) -> bool:
 
 
 def recommended_code(model: str | None, context_length: int | None) -> str:
-    """Lines of a script that trains as this machine's newest runs recommend: attention, compile,
-    wrapper, autocast.
+    """Return a script that trains as this machine's newest runs recommend.
 
     ValueError for a model that no lab trains here.
     """

@@ -1,5 +1,4 @@
-"""Numbers as people read them, and what every column of a frame is called: once for tables, figures
-and sentences.
+"""Numbers as people read them, and the name of every column, for tables, figures and sentences.
 
 A column that is not listed is called by its name, and the end of its name gives the unit: `step_s`,
 `peak_bytes`. Imports nothing heavy: ranks load this module.
@@ -7,7 +6,7 @@ A column that is not listed is called by its name, and the end of its name gives
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,9 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 119.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
-    return "0 s" if seconds == 0 else _scale(seconds, _TIME_UNITS, "ps")
+    if seconds == 0:
+        return "0 s"
+    return _scale(seconds, _TIME_UNITS, "ps")
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -44,39 +45,48 @@ def format_flops(flops: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three digits, or a whole number with separators from 1000 up: 0.784, 1,822."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.3g}"
+    """Format three digits, or a whole number with separators from 1000 up: 0.784, 1,822."""
+    if 1000 <= abs(value) < 1e12:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def format_factor(value: float) -> str:
     """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47", infinity -> "many"."""
     if math.isinf(value):
         return "many"
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def counted(number: int, noun: str) -> str:
     """1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"; 2, "quantity" -> "2 quantities"."""
     if number == 1:
         return f"{number} {noun}"
-    return f"{number} {noun[:-1]}ies" if noun.endswith("ty") else f"{number} {noun}s"
+    if noun.endswith("ty"):
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}s"
 
 
 def join_words(words: Sequence[str]) -> str:
     """["a", "b", "c"] -> "a, b and c"; ["a, b", "c"] -> "a, b; c"."""
     if any(", " in word or " and " in word for word in words):
         return "; ".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _scale(value: float, units: Iterable[tuple[float, str]], smallest: str) -> str:
-    """Return the value in the largest unit that is not larger than it, or whole in the smallest
-    unit."""
+    """Return the value in the largest unit that is not larger than it, or whole in the smallest."""
     if math.isnan(value):
         return "not measured"
     for scale, unit in units:
+        if abs(value) >= 100 * scale:
+            return f"{value / scale:.0f} {unit}"
         if abs(value) >= scale:
-            return f"{value / scale:{'.0f' if abs(value) >= 100 * scale else '.3g'}} {unit}"
+            return f"{value / scale:.3g} {unit}"
     return f"{value:.0f} {smallest}"
 
 
@@ -85,21 +95,22 @@ Form = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Column:
-    """How a column reads: `title` above a table, `axis` in a figure, `form` of its values, `label`
-    of a single value.
-
-    `doubles`: values double along an axis. `is_internal`: the column tells rows apart and means
-    nothing to a reader.
-    """
+    """How a column reads."""
 
     title: str
+    """Above a table."""
     axis: str
+    """In a figure."""
     form: Form
+    """Formats a value."""
     label: str = "{title} {value}"
+    """A value on its own."""
     one: str = ""
     """Label of the value 1, if it differs."""
     doubles: bool = False
+    """Whether values double along an axis."""
     is_internal: bool = False
+    """Whether it only tells rows apart, and means nothing to a reader."""
 
 
 _whole: Form = "{:.0f}".format
@@ -168,8 +179,7 @@ _BETTER = {
 
 
 def better(name: str) -> str | None:
-    """Return the direction that is better along a column, such as "lower is faster"; None if
-    neither is."""
+    """Return the direction that is better, such as "lower is faster"; None if neither is."""
     return next((words for words, endings in _BETTER.items() if name.endswith(endings)), None)
 
 
@@ -180,12 +190,10 @@ def column(name: str) -> Column:
     for ending, unit, form in _ENDINGS:
         if name.endswith(ending):
             title = name.removesuffix(ending).replace("_", " ") + unit
-            return Column(
-                title,
-                _AXES.get(name, title),
-                form,
-                "{value}" if ending == "_bytes" else "{title} {value}",
-            )
+            found = Column(title, _AXES.get(name, title), form)
+            if ending == "_bytes":
+                found = replace(found, label="{value}")
+            return found
     words = name.replace("micro_", "micro-").replace("_", " ")
     axis = _AXES.get(name, words)
     if not words.endswith("s") or words.endswith("ss"):
@@ -219,20 +227,16 @@ def label_range(name: str, values: Sequence[float]) -> str:
     if len(values) == 1 or not all(isinstance(value, Real) for value in values):
         return join_words([label(name, value) for value in values])
     about = column(name)
-    text = (" and " if len(values) == 2 else " to ").join(
-        about.form(float(end)) for end in (values[0], values[-1])
-    )
+    separator = " and " if len(values) == 2 else " to "
+    text = separator.join(about.form(float(end)) for end in (values[0], values[-1]))
     return about.label.format(title=about.title, value=text)
 
 
 def labels(table: "pd.DataFrame", columns: Sequence[str]) -> list[str]:
-    """Name each row by its values in some columns, such as "small, forward"; missing values are
-    left out."""
-    return [
-        ", ".join(
-            label(name, row[name])
-            for name in columns
-            if row[name] is not None and row[name] == row[name]
-        )
-        for row in table.to_dict("records")
-    ]
+    """Name each row by its values in some columns, such as "small, forward"."""
+    names = []
+    for row in table.to_dict("records"):
+        values = {name: row[name] for name in columns}
+        present = [(name, one) for name, one in values.items() if one is not None and one == one]
+        names.append(", ".join(label(name, value) for name, value in present))
+    return names

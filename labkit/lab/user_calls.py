@@ -91,17 +91,18 @@ class CallCounter(TorchDispatchMode):
     ) -> Any:
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace in ("c10d", "_c10d_functional"):
-            kind = KINDS.get(name, name.strip("_"))
-            if name in KINDS and (line := _calling_line(through_labkit=False)):
-                self._add(kind, _size(args), line)
+            line = _calling_line(through_labkit=False)
+            if line and name in KINDS:
+                self._add(KINDS[name], _size(args), line)
         return func(*args, **(kwargs or {}))
 
     def append(self, call: Collective) -> None:
         """Count a call of labkit's that comes from the reader's code (`recorded_traffic`)."""
         line = _calling_line(through_labkit=True)
         if line and call.is_payload:
-            is_message = call.collective == "exchange"
-            kind = "exchange" if is_message else f"labkit's {call.algorithm} {call.collective}"
+            kind = "exchange"
+            if call.collective != kind:
+                kind = f"labkit's {call.algorithm} {call.collective}"
             self._add(kind, call.n_bytes, line)
 
     def _add(self, kind: str, n_bytes: int, line: str) -> None:
@@ -151,8 +152,10 @@ class CallCounter(TorchDispatchMode):
 
 
 class _FunctionCounter(TorchFunctionMode):
-    """Counts functions of torch that a reader's code calls. The dispatch mode does not see all:
-    some are decomposed before."""
+    """Counts functions of torch that a reader's code calls.
+
+    The dispatch mode does not see all: some are decomposed before.
+    """
 
     def __init__(self, parts: tuple[str, ...], counts: Counter[str]) -> None:
         super().__init__()
@@ -178,8 +181,9 @@ def counted_calls(noted: tuple[str, ...], notes: Path | None) -> Iterator[CallCo
 
 def read_calls(frame: "pd.DataFrame") -> list[Calls]:
     """Read the calls of each rank from the rows of a run."""
-    texts = frame[COLUMN].dropna() if COLUMN in frame else ()
-    return [Calls(**json.loads(text)) for text in texts]
+    if COLUMN not in frame:
+        return []
+    return [Calls(**json.loads(text)) for text in frame[COLUMN].dropna()]
 
 
 def describe_calls(calls: Iterable[Calls]) -> list[str]:
@@ -196,11 +200,11 @@ def describe_calls(calls: Iterable[Calls]) -> list[str]:
 
 
 def last_calls(notes: Path) -> list[str]:
-    """Return the call in which each rank is, or was last, that has not ended: "rank 1: receive,
-    line 3 of the cell"."""
+    """Return the call of each rank that has not ended: "rank 1 waits in receive, line 3 of ..."."""
     lines = []
     for path in sorted(notes.glob("rank-*")):
-        if call := path.read_text():
+        call = path.read_text()
+        if call:
             lines.append(f"{path.name.replace('-', ' ')} waits in {call}")
     return lines
 
@@ -213,7 +217,8 @@ def _calling_line(*, through_labkit: bool) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if place := user_file(path):
+        place = user_file(path)
+        if place:
             return f", line {frame.f_lineno} of {place}"
         is_labkit = path.startswith(LABKIT) and path != __file__
         if is_labkit and not through_labkit:
@@ -224,6 +229,8 @@ def _calling_line(*, through_labkit: bool) -> str:
 
 def _size(args: Any) -> int:
     """Return the bytes of the tensors in the first argument of an operator."""
-    first = args[0] if args else ()
-    tensors = [first] if isinstance(first, Tensor) else first
-    return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
+    if not args:
+        return 0
+    if isinstance(args[0], Tensor):
+        return args[0].nbytes
+    return sum(one.nbytes for one in args[0] if isinstance(one, Tensor))

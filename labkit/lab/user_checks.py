@@ -1,5 +1,4 @@
-"""Correctness of alternatives: the verdicts of a run, a check of a reader's alternative, and
-guesses of the results."""
+"""Correctness of alternatives: verdicts of a run, checks of a reader's code, and guesses."""
 
 import inspect
 import json
@@ -64,12 +63,11 @@ class Correctness:
 
     @property
     def title(self) -> str:
-        return f"{self.name} over {self.transport}" if self.transport else self.name
+        return " over ".join(filter(None, (self.name, self.transport)))
 
 
 def verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
-    """Yield the status of each alternative by device, ranks and transport of a run, and of each
-    point that did not end well."""
+    """Yield the status of each alternative by place, and of each point that did not end well."""
     frame = run.frame()
     columns = ["transport", "backend", "device", "world_size", "point", "status", "reason"]
     rows = frame.reindex(columns=columns).astype({"device": object, "transport": object})
@@ -80,9 +78,10 @@ def verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
     keys = ["device", "world_size", "transport", "name"]
     for (device, ranks, transport, name), group in rows.groupby(keys):
         status, reason = _worst(group)
-        over = "" if transport == name else transport
+        if transport == name:  # the transport itself is the alternative
+            transport = ""
         yield Correctness(
-            lab.name, str(device), int(ranks), str(name), status, reason, transport=over
+            lab.name, str(device), int(ranks), str(name), status, reason, transport=transport
         )
     coverage = run.coverage()
     details = {point: text for point, _, text in run.failures()}
@@ -93,15 +92,16 @@ def verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
 
 
 def _worst(rows: pd.DataFrame) -> tuple[Status, str | None]:
-    """Return the first bad status of an alternative's rows with its reason, else that it is right,
-    else the first other one."""
+    """Return the gravest status of an alternative's rows, with its reason."""
     checked = rows.dropna(subset="status")
     if checked.empty:
         return "skipped", "it has no check"
-    for status in (*BAD, "ok"):
-        some = checked[checked["status"] == status]
-        if len(some):
-            return status, some["reason"].iloc[0] if status != "ok" else None
+    for status in BAD:
+        bad = checked[checked["status"] == status]
+        if len(bad):
+            return status, bad["reason"].iloc[0]
+    if (checked["status"] == "ok").any():
+        return "ok", None
     return checked["status"].iloc[0], checked["reason"].iloc[0]
 
 
@@ -122,22 +122,26 @@ class AlternativeCheck:
         return self.verdict == "right"
 
     def __repr__(self) -> str:
-        return f"{self.verdict}: {self.details}" if self.details else self.verdict
+        return ": ".join(filter(None, (self.verdict, self.details)))
 
 
 def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeCheck:
-    """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to the first
-    failure; keep nothing.
+    """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to a failure.
 
-    ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a
-    value that is no function.
+    Keeps nothing. ParameterError, before anything starts, for a lab that compares nothing of the
+    kind, and for a value that is no function.
     """
     if not callable(alternative):
         raise ParameterError(f"{lab.name}: expected a function, got {alternative!r:.80}")
     names = lab.config.model_fields
-    compare = None if lab.verify is None else lab.verify(alternative)
+    compare = None
+    if lab.verify is not None:
+        compare = lab.verify(alternative)
+    numbers: tuple[int, ...] = (1,)
+    if "world_sizes" in names:
+        numbers = RANKS
     result = AlternativeCheck("right")
-    for ranks in RANKS if "world_sizes" in names else (1,):
+    for ranks in numbers:
         wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}
         settings = {name: value for name, value in wanted.items() if name in names}
         if lab.plugin_parameter is not None or compare is None:
@@ -192,8 +196,10 @@ def _check(
     if bad or not right:
         return _describe_failure((bad or results)[:1], waiting)
     calls = read_calls(run.frame())
-    if lab.task and (reason := not_allowed_reason(lab.task, calls)):
-        return AlternativeCheck("not allowed", reason)
+    if lab.task is not None:
+        reason = not_allowed_reason(lab.task, calls)
+        if reason is not None:
+            return AlternativeCheck("not allowed", reason)
     slow = [f"too slow to time ({one.reason})" for one in right if one.status == "too_slow"]
     return AlternativeCheck("right", "; ".join([*slow[:1], *describe_calls(calls)]))
 
@@ -201,10 +207,10 @@ def _check(
 def _describe_failure(first: Sequence[Correctness], waiting: Sequence[str]) -> AlternativeCheck:
     if not first:
         return AlternativeCheck("fails", "it was not measured")
-    kinds: dict[str, Verdict] = {"wrong": "wrong", "timeout": "hangs"}
-    kind = kinds.get(first[0].status, "fails")
-    waits = waiting if kind == "hangs" else ()
-    return AlternativeCheck(kind, "; ".join([str(first[0].reason), *waits]))
+    reason = str(first[0].reason)
+    if first[0].status == "timeout":
+        return AlternativeCheck("hangs", "; ".join([reason, *waiting]))
+    return AlternativeCheck("wrong" if first[0].status == "wrong" else "fails", reason)
 
 
 def check_file(lab: str) -> Path:
@@ -228,7 +234,8 @@ def not_allowed_reason(task: Task, calls: Sequence[Calls]) -> str | None:
     for one in calls:
         made.update(one.calls)
     allowed = ", ".join(task.allowed) or "no communication"
-    if other := [kind for kind in made if kind not in task.allowed]:
+    other = [kind for kind in made if kind not in task.allowed]
+    if other:
         return f"it calls {', '.join(other)}; this task allows {allowed}"
     most = max((one.most_per_pass for one in calls), default=0)
     if task.at_most is not None and most > task.at_most:
@@ -260,16 +267,14 @@ def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) 
     names = labels(table, question.keys(table))
     column = pd.Series(np.nan, index=table.index)
     for guess, value in guesses.items():
-        rows = [
-            row for row, name in enumerate(names) if set(guess.split(", ")) <= set(name.split(", "))
-        ]
-        if len(rows) != 1:
-            hint = (
-                f"{len(rows)} rows, such as {names[rows[0]]!r}"
-                if rows
-                else f"no row{nearest(guess, names)}"
+        parts = set(guess.split(", "))
+        rows = [row for row, name in enumerate(names) if parts <= set(name.split(", "))]
+        if not rows:
+            raise ParameterError(f"guess: {guess!r} belongs to no row{nearest(guess, names)}")
+        if len(rows) > 1:
+            raise ParameterError(
+                f"guess: {guess!r} belongs to {len(rows)} rows, such as {names[rows[0]]!r}"
             )
-            raise ParameterError(f"guess: {guess!r} belongs to {hint}")
         column[rows[0]] = value
     table.insert(list(table.columns).index(question.measured), "your_guess_s", column)
     guessed = table.dropna(subset="your_guess_s")

@@ -70,16 +70,16 @@ def find_shape(name: str) -> TransformerShape | None:
 
 
 def model_source(name: str) -> TransformerShape | Callable[[], ModelAndBatch]:
-    """Return the shape or function for `TrainingStep` and `build_workload`. ValueError for an
-    unknown name."""
-    if name not in (names := model_names()):
-        raise ValueError(f"no model {name!r}; there are {', '.join(names)}")
+    """Return a model for `TrainingStep` and `build_workload`. ValueError for an unknown name."""
+    if name not in model_names():
+        raise ValueError(f"no model {name!r}; there are {', '.join(model_names())}")
     return find_shape(name) or partial(_call, _models[name])
 
 
 def count_parameters(name: str) -> int | None:
     """Return the number of parameters of a model; None if it cannot be built on the meta device."""
-    if (shape := find_shape(name)) is not None:
+    shape = find_shape(name)
+    if shape is not None:
         return n_parameters(shape)
     try:
         with torch.device("meta"):
@@ -90,27 +90,26 @@ def count_parameters(name: str) -> int | None:
 
 
 def describe_model(name: str) -> dict[str, Any]:
-    """Column for the rows of a user's `TransformerShape`, by which a run can be read without it."""
+    """Return the column by which a run of a user's `TransformerShape` can be read without it."""
     model = _models.get(name)
-    return {"model_shape": json.dumps(asdict(model))} if isinstance(model, TransformerShape) else {}
+    if not isinstance(model, TransformerShape):
+        return {}
+    return {"model_shape": json.dumps(asdict(model))}
 
 
 def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
-    """Register, within the block, the shapes of the user's Transformers that are recorded in the
-    rows of a run."""
+    """Register, within the block, the user's Transformers that the rows of a run record."""
     shapes: dict[str, Model] = {}
-    for column in {*MODEL_FIELDS} & {*frame.columns} if "model_shape" in frame else ():
-        for name, written in (
-            frame[[column, "model_shape"]].dropna().drop_duplicates().itertuples(index=False)
-        ):
+    for column in MODEL_FIELDS:
+        pairs = frame.reindex(columns=[column, "model_shape"]).dropna().drop_duplicates()
+        for name, written in pairs.itertuples(index=False):
             shapes[name] = TransformerShape(**json.loads(written))
     return registered_models(shapes)
 
 
 @contextmanager
 def errors_with_line(name: str | None) -> Iterator[None]:
-    """Raise errors of a user's model as `ModelError` with its line; out-of-memory errors pass
-    through."""
+    """Raise errors of a user's model as `ModelError` with its line, but for a lack of memory."""
     try:
         yield
     except Exception as error:
@@ -119,27 +118,27 @@ def errors_with_line(name: str | None) -> Iterator[None]:
         text = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {text}".removesuffix(": ")
         code = getattr(_models[name], "__code__", None)
-        where = (
-            f", in the model made at line {code.co_firstlineno} of {_place(code.co_filename)}"
-            if code
-            else ""
-        )
-        raise ModelError(f"{reason}{user_line(error) or where}") from error
+        where = user_line(error)
+        if not where and code is not None:
+            place = f"line {code.co_firstlineno} of {_place(code.co_filename)}"
+            where = f", in the model made at {place}"
+        raise ModelError(f"{reason}{where}") from error
 
 
 def user_line(error: Exception) -> str:
-    """Return the deepest line that is neither labkit's nor installed, as ", line 3 of the cell", or
-    ""."""
+    """Return the deepest line of a user's code, as ", line 3 of the cell", or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if place := user_file(frame.filename):
+        place = user_file(frame.filename)
+        if place:
             return f", line {frame.lineno} of {place}"
     return ""
 
 
 def user_file(path: str) -> str:
-    """Name of a user's file, "the cell" for code without one; "" for files of labkit and of
-    installed packages."""
-    return "" if path.startswith(NOT_THE_USERS) or "site-packages" in path else _place(path)
+    """Return the name of a user's file, "the cell" for code without one; "" for others' files."""
+    if path.startswith(NOT_THE_USERS) or "site-packages" in path:
+        return ""
+    return _place(path)
 
 
 def _place(filename: str) -> str:
@@ -147,8 +146,7 @@ def _place(filename: str) -> str:
 
 
 def _call(make: Any) -> ModelAndBatch:
-    """Call a user's function; its result is on the default device and shares nothing with earlier
-    results."""
+    """Call a user's function; its result is on the default device and shares nothing."""
     result = make()
     if not isinstance(result, tuple) or len(result) != 4:
         raise ValueError(f"expected (model, inputs, targets, loss), got {_kind(result)}")
@@ -166,7 +164,9 @@ def _call(make: Any) -> ModelAndBatch:
     device = torch.get_default_device()
 
     def moved(value: Any) -> Any:
-        return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return value.detach().to(device, copy=True)
+        return value
 
     def one_number(outputs: Any, targets: Any) -> Tensor:
         value = loss(outputs, targets)
@@ -191,4 +191,6 @@ def _call(make: Any) -> ModelAndBatch:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"{type(value).__name__}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return type(value).__name__

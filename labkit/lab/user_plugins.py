@@ -1,5 +1,4 @@
-"""A user's alternatives and models, measured with those of a lab: checked, sent to the ranks,
-interleaved."""
+"""A user's alternatives and models, which are measured with those of a lab."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,8 +16,7 @@ from labkit.nn.training import RESNET50
 
 
 def check_plugins(study: Lab, plugins: Plugins) -> None:
-    """ParameterError for alternatives or models that the lab has no place for, bad names and bad
-    values."""
+    """ParameterError for what the lab has no place for, and for bad names and values."""
     for kind, plugged, has_place in (
         ("alternatives", plugins.alternatives, study.plugin_parameter is not None),
         ("models", plugins.models, study.takes_models),
@@ -61,25 +59,25 @@ def _check_models(study: Lab, models: Mapping[str, Any]) -> None:
 def with_plugin_names(
     study: Lab, config: LabConfig, plugins: Plugins, *, only: bool = False
 ) -> LabConfig:
-    """Add these names to the config's lists of alternatives and of models; empty lists of models
-    stay empty.
+    """Add these names to the config's lists of alternatives and of models.
 
-    `only`: they replace labkit's. ParameterError if there are none then.
+    Empty lists of models stay empty. `only`: they replace labkit's; ParameterError if there are
+    none then.
     """
     if only and not plugins.alternatives and not plugins.models:
         raise ParameterError(
             f"{study.name}: only=True measures alternatives or models of yours: pass some"
         )
-    places = {study.plugin_parameter: plugins.alternatives} if study.plugin_parameter else {}
-    places |= {place: plugins.models for place in study.model_parameters if getattr(config, place)}
+    places = {place: plugins.models for place in study.model_parameters if getattr(config, place)}
+    if study.plugin_parameter:
+        places[study.plugin_parameter] = plugins.alternatives
     baselines = {question.baseline for question in study.questions if isinstance(question, Compare)}
-    lists = {
-        place: [
-            *(name for name in getattr(config, place) if not (only and names) or name in baselines),
-            *names,
-        ]
-        for place, names in places.items()
-    }
+    lists = {}
+    for place, names in places.items():
+        labkits = getattr(config, place)
+        if only and names:  # but for those that they are compared with
+            labkits = [name for name in labkits if name in baselines]
+        lists[place] = [*labkits, *names]
     return config.model_copy(update=lists)
 
 

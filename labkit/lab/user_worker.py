@@ -1,5 +1,7 @@
-"""What a rank runs if a user has added alternatives or models. Imports nothing heavy: every rank
-loads this module."""
+"""The worker of a rank if a user has added alternatives or models.
+
+Imports nothing heavy: every rank loads this module.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,8 +35,7 @@ NO_PLUGINS = Plugins()
 
 @contextmanager
 def registered(register: Register, plugins: Plugins) -> Iterator[None]:
-    """Register plugins in this process within the block. ParameterError for a name that is
-    taken."""
+    """Register plugins in this process within the block. ParameterError for a taken name."""
     with ExitStack() as added:
         for name, alternative in plugins.alternatives.items():
             try:
@@ -53,7 +54,7 @@ def run_with_plugins(
     with registered(register, plugins):
         names = [getattr(point, field, None) for field in MODEL_FIELDS]
         model = next((name for name in names if name in plugins.models), None)
-        columns = describe_model(model) if model else {}
+        columns = describe_model(model or "")
         with errors_with_line(model):
             yield from (columns | row for row in worker(point, **options) or ())
 

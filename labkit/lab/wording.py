@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from labkit.lab.facts import Agreement, Answer, Comparison, Finding, Note, Region, Scope, Status
-from labkit.lab.phrases import (
-    Amount,
-    amount,
-    ceil_percent,
-    format_outside,
-    interval,
-    is_time,
-    phrasing,
-)
+from labkit.lab.phrases import ceil_percent, change, format_outside, interval, is_time, phrasing
 from labkit.lab.units import (
     column,
     counted,
@@ -45,13 +37,13 @@ def headline(answer: Answer) -> str:
     """Say the answer in one sentence, verdict first: "Yes, from 1 MiB up: the ring is ..."."""
     verdict, region, text = _parts(answer)
     start = ", ".join(filter(None, (verdict, region)))
-    return capitalize(f"{start}: {text}" if start else text)
+    return capitalize(": ".join(filter(None, (start, text))))
 
 
 def statement(answer: Answer) -> str:
     """Say the answer next to its verdict: "From 1 MiB up: the ring is ..."."""
     _, region, text = _parts(answer)
-    return capitalize(f"{region}: {text}" if region else text)
+    return capitalize(": ".join(filter(None, (region, text))))
 
 
 def _parts(answer: Answer) -> tuple[str, str, str]:
@@ -63,8 +55,9 @@ def _parts(answer: Answer) -> tuple[str, str, str]:
             return _check(answer)
         case Finding():
             return "", "", answer.says.format_map(_row_words(answer))
+    # Of an alternative that could not run, rather than that there are no rows.
     reasons = [note.reason for note in answer.notes if note.names]
-    return "Not measured", "", _ended(reasons[0] if reasons else answer.reason)
+    return "Not measured", "", _ended([*reasons, answer.reason][0])
 
 
 def _compare(answer: Comparison) -> tuple[str, str, str]:
@@ -81,7 +74,7 @@ def _compare(answer: Comparison) -> tuple[str, str, str]:
     if answer.verdict == "no" and counts.worse < counts.total:
         text = f"{name} is never measurably {phrases.better} than {baseline}"
         return "No", "", f"{text}, and {phrases.worse} in some configurations."
-    size = amount(answer)
+    size = change(answer)
     assert size is not None
     phrase = size.phrase
     clause = f"{name} {phrase.verb} {size.text} {phrase.words} {phrase.preposition} {baseline}"
@@ -137,8 +130,10 @@ def overall(answer: Answer) -> str:
     low, high = (interval(end, end, end, phrases) for end in (one.low, one.high))
     if answer.is_overall and one.low < one.high:
         # The headline says the ratio itself.
-        first, last = (high, low) if one.direction == "better" else (low, high)
-        return f"95% interval: from {first} to {last}."
+        ends = [low, high]
+        if one.direction == "better":  # from the smaller effect to the larger one
+            ends.reverse()
+        return f"95% interval: from {ends[0]} to {ends[1]}."
     if one.direction is not None:
         return f"{start}: {interval(one.ratio, one.low, one.high, phrases)}."
     if one.low == one.high:
@@ -179,11 +174,6 @@ def _row_words(answer: Finding) -> dict[str, str]:
     return {str(name): format_value(str(name), value) for name, value in answer.values.items()}
 
 
-def change(answer: Answer) -> Amount | None:
-    """Return how much better or worse a comparison is; None for other answers and no difference."""
-    return amount(answer) if isinstance(answer, Comparison) else None
-
-
 def advice(answer: Answer) -> str | None:
     """Word the recommendation, with the exceptions that the run shows."""
     if answer.advice is None:
@@ -195,7 +185,9 @@ def advice(answer: Answer) -> str | None:
             text = answer.advice.format_map({"name": answer.subject or "", "where": _where(answer)})
             better = phrasing(answer.quantity).better
             for name, region in answer.overtaken:
-                place = describe_region(region) if region else "in some configurations"
+                place = "in some configurations"
+                if region is not None:
+                    place = describe_region(region)
                 text += f" {capitalize(place)}, {name} is {better} still."
             return capitalize(text)
     return capitalize(answer.advice)
@@ -243,7 +235,8 @@ def describe_region(region: Region) -> str:
         case "among":
             return f"for {names}"
         case "equal":
-            return f"{'with' if name == 'world_size' else 'at'} {names}"
+            preposition = "with" if name == "world_size" else "at"
+            return f"{preposition} {names}"
         case "from":
             return f"from {label(name, region.values[0])} up"
         case "up to":
@@ -264,7 +257,7 @@ def scope(answer: Answer) -> str:
 
 
 def _count_configurations(answer: Comparison) -> str:
-    """ "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations"; "" for one."""
+    """Say "faster in 10 of 12 configurations, slower in 1", or "all 6 configurations"."""
     counts = answer.counts
     n = counts.total
     has_winner = answer.subject is not None
@@ -275,7 +268,9 @@ def _count_configurations(answer: Comparison) -> str:
     if not counts.better:
         return f"{phrases.worse} in {counts.worse} of {n} {noun}"
     text = f"{phrases.better} in {counts.better} of {n} {noun}"
-    return f"{text}, {phrases.worse} in {counts.worse}" if counts.worse else text
+    if counts.worse:
+        text += f", {phrases.worse} in {counts.worse}"
+    return text
 
 
 def describe_scope(covered: Scope) -> str:
@@ -304,7 +299,7 @@ def notes(answer: Answer) -> list[str]:
 
 
 def describe_note(note: Note) -> str:
-    """ "Failed: ring and butterfly (no plan)."; of points "2 points skipped: needs 51 GiB."."""
+    """Say "Failed: ring and butterfly (no plan).", or "2 points skipped: needs 51 GiB."."""
     if note.names:
         return f"{STATUS_TEXTS[note.status]}: {join_words(note.names)} ({note.reason})."
     return _ended(f"{counted(note.points, 'point')} {note.status}: {note.reason}")
@@ -315,4 +310,4 @@ def capitalize(text: str) -> str:
 
 
 def _ended(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
+    return f"{text.removesuffix('.')}."

@@ -54,8 +54,7 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the different runs, and the copies by path: a run with the start, machine and plan of
-    another.
+    """Return the different runs, and the copies by path: same start, machine and plan.
 
     Of a run and a copy made before it was resumed, the one with more ended points stays.
     """
@@ -71,6 +70,7 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
         )
         whole = by_content.setdefault(content, run)
         if whole.path.resolve() != run.path.resolve():
-            kind = "a partial copy" if len(run.pending) > len(whole.pending) else "a copy"
-            copies[str(run.path)] = f"{kind} of {whole.path}"
+            copies[str(run.path)] = f"a copy of {whole.path}"
+            if len(run.pending) > len(whole.pending):
+                copies[str(run.path)] = f"a partial copy of {whole.path}"
     return [run for run in runs if run in by_content.values()], copies

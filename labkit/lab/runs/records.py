@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -33,8 +33,7 @@ Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
 
 class RunFileError(ParameterError):
-    """A file that this version cannot read or write as a run; the message names the file and the
-    line."""
+    """A file that cannot be read or written as a run; the message names the file and the line."""
 
 
 class RunHeader(BaseModel, extra="forbid", frozen=True):
@@ -103,8 +102,7 @@ class End(_PointRecord):
 
 
 class Resumption(BaseModel, frozen=True):
-    """A run was resumed: when, by which command, from which source. Older files lack some
-    fields."""
+    """A run was resumed: when, by which command, from which source; older files lack some."""
 
     kind: Literal["resumed"] = "resumed"
     at: datetime | None = None
@@ -133,13 +131,12 @@ class RunWriter:
 
     @classmethod
     def create(cls, directory: Path, header: RunHeader) -> Self:
-        """Create `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a
-        number."""
+        """Create `<utc-time>-<machine>-<profile>.jsonl`; a taken name gets a number."""
         stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
         with _errors_named(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            for number in count(1):
-                path = directory / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
+            for suffix in chain([""], (f"-{number}" for number in count(2))):
+                path = directory / f"{stem}{suffix}.jsonl"
                 with suppress(FileExistsError):
                     descriptor = os.open(
                         path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644
@@ -158,8 +155,10 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
-        """Open an existing run; it stays unchanged until `start_resumption`. RunFileError if
-        another process has it."""
+        """Open an existing run, which stays unchanged until `start_resumption`.
+
+        RunFileError if another process has it.
+        """
         with _errors_named(path):
             writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
@@ -181,11 +180,12 @@ class RunWriter:
         self._append(Row(kind="row", point=point.id, rank=rank, values=values))
 
     def end_point(self, point: Point, status: str, **fields: Any) -> None:
-        """Record how a point ended, with the `fields` of `End`. ValueError for a missing or surplus
-        reason."""
-        self._append(
-            End.model_validate({"kind": "end", "point": point.id, "status": status} | fields)
-        )
+        """Record how a point ended, with the `fields` of `End`.
+
+        ValueError for a missing or surplus reason.
+        """
+        end = {"kind": "end", "point": point.id, "status": status} | fields
+        self._append(End.model_validate(end))
         self.sync()
 
     def sync(self) -> None:
