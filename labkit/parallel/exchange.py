@@ -47,18 +47,22 @@ def start_exchange(
 
     Until then `send` must not change. Same arguments and errors.
     """
-    tensor = send if send is not None else receive
+    tensor = receive
+    if send is not None:
+        tensor = send
     if tensor is None:
         raise ValueError("expected a tensor to send, to receive, or both")
     transport = find_transport(group, tensor.device, transport)
     for part, rank in ((send, to), (receive, source)):
         if part is not None and (rank is None or not 0 <= rank < transport.world_size):
             raise ValueError(f"expected a rank from 0 to {transport.world_size - 1}, got {rank}")
-    nothing = tensor.new_empty(0)
-    outgoing = (
-        (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
-    )
-    incoming, original = as_vector(nothing if receive is None else receive, transport.device)
+    # An empty vector is no message: transports do not send it.
+    if send is None:
+        send = tensor.new_empty(0)
+    if receive is None:
+        receive = tensor.new_empty(0)
+    outgoing = send.detach().to(transport.device).contiguous().view(-1)
+    incoming, original = as_vector(receive, transport.device)
     # Its transport makes the checksum: the two messages may differ.
     call = Call(transport, "exchange", "direct", (incoming,), checksum=0)
     finish = call.start(Transfer(outgoing, to or 0, incoming, source or 0))
