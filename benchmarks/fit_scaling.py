@@ -22,24 +22,15 @@ from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, intervals, memory
 from labkit.scaling.calibration import soft_l1
-from labkit.scaling.constants import Constant, from_values, read_constants
-from labkit.scaling.intervals import (
-    OTHERS,
-    PIPELINES,
-    SLOPES,
-    SLOWER,
-    UNKNOWN,
-    WIDE_TENSORS,
-    Widths,
-)
-from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs
+from labkit.scaling.constants import CALIBRATED, Constant, from_values, read_constants
+from labkit.scaling.intervals import OTHERS, UNKNOWN, Widths
+from labkit.scaling.prediction import FITS_SHARE, predict_runs
 from labkit.scaling.published import (
-    WITHOUT_FRAMEWORK,
     WITHOUT_MODEL,
+    find_nearest,
     held_out_s,
     is_timed,
     load_published,
-    measure_ground,
 )
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import judge, summarize
@@ -50,37 +41,16 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-COVERED = 0.88
-LEAST = 0.8
-LEAST_OF_UNKNOWN = 0.785
-"""Shares of left-out rows that intervals must hold: of each fold, and of its tables at each number
-of GPUs. The last is for an unknown framework: with 0.8 nanotron alone would widen all of them by
-a third."""
-ABOVE_LOW = 0.97
-"""Share of rows above a source's low end, which is near: nothing is much faster than predicted."""
-LEVELS = [level / 100 for level in range(70, 100)]
-"""Shares of rows that a width may be fitted to: it holds fewer of those that it has not seen."""
+LEVELS = {"table": (0.98, 0.96), OTHERS: (0.95, 0.9), UNKNOWN: (0.95, 0.9)}
+"""Shares of the rows of a source that its widths hold, at the low and the high end.
+
+Above 90%, since widths hold fewer of the models that they have not seen. Widths of others and of
+unknown frameworks hold this share of every table, and more of most.
+"""
 MIN_ROWS = 30
 """Rows of a table with widths of its own, or of a group that is judged."""
 MEMORY_ROWS = 20
 """Rows of a table that judges memory of other frameworks."""
-UNKNOWN_SOURCES = (UNKNOWN, PIPELINES, WIDE_TENSORS)
-OF_SOURCE = (WITHOUT_MODEL, "without the run", "without the source")
-"""Folds that judge the width of a known source."""
-JUDGES: Mapping[str, tuple[str, ...]] = {
-    "unstable": (WITHOUT_MODEL, "without the run"),
-    "scale": (
-        *("beyond 64 GPUs", "beyond 32 GPUs", "beyond 512 GPUs", "without the largest scale"),
-        "without the source, beyond 64 GPUs",
-    ),
-    "outside": (
-        *("without the largest models", "beyond 8192 tokens", "without the sharding"),
-        WITHOUT_MODEL,
-    ),
-    "hardware": ("without the GPU", "without the GPU generation"),
-    UNKNOWN: (WITHOUT_FRAMEWORK,),
-}
-"""Folds that judge slopes, and the widths of unknown frameworks."""
 COLUMNS = [
     "fold",
     "key",
@@ -214,71 +184,38 @@ def fit_memory_widths(published: Runs, values: Mapping[str, float]) -> Widths:
 
 
 def cross_validate(published: Runs, fold: Fold) -> pd.DataFrame:
-    """Every timed run that the fold judges, predicted by constants fitted without it."""
-    runs = fold.judged_runs(published)
+    """Every timed run that the fold judges, predicted by constants fitted without it.
+
+    With its source, its distance, and the range of the profiles, of what the fold has left. `low`
+    and `high` are logarithms of predicted over measured seconds and of the inverse.
+    """
+    values = fit_time(published, ~fold.is_hidden)
+    runs = with_values(fold.judged_runs(published), values)
+    measured = published.take(~fold.is_hidden & is_timed(published))
+    row = np.flatnonzero(fold.is_judged & is_timed(published))
+    predicted_s = predict_step_s(runs)
+    sources = intervals.find_sources(runs, measured)
+    range_low, range_high = intervals.profile_range(runs, predicted_s, sources)
+    is_new_gpu = ~np.isin(runs.card, measured.card)
     return pd.DataFrame(
         {
             "fold": fold.name,
-            "row": np.flatnonzero(fold.is_judged & is_timed(published)),
-            "predicted_s": seconds(runs, fit_time(published, ~fold.is_hidden)),
+            "row": row,
+            "table": published.table[row],
+            "gpus": runs.gpus.astype(int),
+            "measured_s": published.step_s[row],
+            "predicted_s": predicted_s,
+            "distance": find_nearest(runs, measured)[0],
+            "range_low": range_low,
+            "range_high": range_high,
+            "source": sources,
+            "situation": np.select(
+                [is_new_gpu, sources == UNKNOWN], ["new GPU", UNKNOWN], "known framework"
+            ),
+            "model": model_parts(published)[row],
+            "low": np.log(predicted_s / published.step_s[row]),
+            "high": np.log(published.step_s[row] / predicted_s),
         }
-    )
-
-
-def describe_rows(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
-    """Source and slopes of every timed run that the fold judges, from what the fold has left."""
-    runs = fold.judged_runs(published)
-    ground = measure_ground(published, ~fold.is_hidden)
-    distances = intervals.measure_distances(runs, ground)
-    rows = fold.is_judged & is_timed(published)
-    return pd.DataFrame(intervals.measure_slopes(distances, is_unstable[rows])).assign(
-        source=intervals.find_sources(runs, ground),
-        distance=np.sum(list(distances.values()), axis=0),
-    )
-
-
-def collect_errors(
-    published: Runs, predicted: pd.DataFrame, values: Mapping[str, float]
-) -> tuple[pd.DataFrame, Runs]:
-    """The errors of all folds, and their runs as the folds predict them; `values` are constants
-    fitted to all runs.
-
-    `low`, `high`: logarithms of predicted over measured seconds and of the inverse. `weight`: each
-    table counts with the square root of its rows in a fold.
-    """
-    peak_gib = memory.peak_gib(memory.stage_bytes(with_values(published, values)))
-    is_unstable = peak_gib > UNSTABLE_SHARE * published.memory_gib
-    folds = list(make_folds(published))
-    described = pd.concat(
-        [describe_rows(published, fold, is_unstable) for fold in folds], ignore_index=True
-    )
-    errors = pd.concat([predicted.reset_index(drop=True), described], axis=1)
-    runs = with_values(
-        Runs([run for fold in folds for run in fold.judged_runs(published).origin]), values
-    )
-    row = errors["row"].to_numpy()
-    predicted_s = errors["predicted_s"].to_numpy()
-    measured = published.step_s[row]
-    table = published.table[row]
-    has_widths = errors["source"].isin([*home_tables(published), *UNKNOWN_SOURCES])
-    situations = np.select(
-        [errors["hardware"] > 0, errors["source"].isin(UNKNOWN_SOURCES)],
-        ["new GPU", "unknown framework"],
-        "known framework",
-    )
-    errors = errors.assign(
-        situation=situations,
-        table=table,
-        gpus=runs.gpus.astype(int),
-        measured_s=measured,
-        source=errors["source"].where(has_widths, OTHERS),
-        model=model_parts(published)[row],
-        low=np.log(predicted_s / measured),
-        high=np.log(measured / predicted_s),
-    )
-    return (
-        errors.assign(weight=errors.groupby(["fold", "table"])["row"].transform("size") ** -0.5),
-        runs,
     )
 
 
@@ -291,108 +228,54 @@ def home_tables(published: Runs) -> list[str]:
     return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
 
 
-def fit_width(rows: pd.DataFrame, widths: Widths, name: str, level: float) -> Widths:
-    """The least widths that hold this share of what other widths leave out.
+def fit_widths(errors: pd.DataFrame) -> Widths:
+    """The widths of every source: quantiles of what distance and profiles leave of its errors.
 
-    A known source has a width at each end, and so has an unknown framework, whose widths hold this
-    share of every table: it may be as far from known ones as any of them is from the rest. A slope
-    has one width per unit, by a quantile regression through zero.
+    Sources that stand for others have the largest width of any table in them: a new source may be
+    as far off as any of them is.
     """
-    if not len(rows):
-        return {}
-    if name not in SLOPES:
-        # what slopes leave of the errors
-        bare = {**widths, **dict.fromkeys(rows["source"].unique(), (0.0, 0.0))}
-        low, high = intervals.sum_widths(rows["source"].to_numpy(), rows, bare)
-        by_table = rows.assign(low=rows["low"] - low, high=rows["high"] - high).groupby(
-            ["source", "table"] if name == UNKNOWN else ["source"]
-        )
-        ends = pd.DataFrame(
-            {"low": by_table["low"].quantile(ABOVE_LOW), "high": by_table["high"].quantile(level)}
-        )
-        ends = ends[by_table.size() >= MIN_ROWS / 2].clip(lower=0.0).groupby("source").max()
-        return {str(source): (low, high) for source, low, high in ends.itertuples()}
-    low, high = intervals.sum_widths(rows["source"].to_numpy(), rows, widths)
-    excess = rows["high"] - high
-    if name != SLOWER:
-        excess = np.fmax(rows["low"] - low, excess)
-    excess = (excess / rows[name]).sort_values()
-    weight = (rows["weight"] * rows[name])[excess.index].cumsum()
-    width = max(float(excess[weight >= level * weight.iloc[-1]].iloc[0]), 0.0)
-    return {name: (0.0 if name == SLOWER else width, width)}
+    away = intervals.SLOPE * np.sqrt(errors["distance"])
+    rest = errors.assign(
+        low=errors["low"] - away - errors["range_low"],
+        high=errors["high"] - away - errors["range_high"],
+    )
+    widths = {}
+    for source, rows in rest.groupby("source"):
+        levels = LEVELS.get(str(source), LEVELS["table"])
+        by_table = rows.groupby("table")
+        is_large = by_table.size() >= MIN_ROWS / 2
+        ends = [
+            max(by_table[end].quantile(level)[is_large].max(), 0.0)
+            for end, level in zip(("low", "high"), levels, strict=True)
+        ]
+        widths[str(source)] = (float(ends[0]), float(ends[1]))
+    # A site with runs of its own is known as well as a published table.
+    tables = [ends for source, ends in widths.items() if source not in (OTHERS, UNKNOWN)]
+    low, high = np.max(tables, axis=0)
+    return {**widths, CALIBRATED: (float(low), float(high))}
 
 
-def is_judged(errors: pd.DataFrame, name: str) -> pd.Series:
-    """Rows of the folds that judge a width, at this distance and at none that is fitted later."""
-    rows = errors["fold"].isin(JUDGES.get(name, OF_SOURCE))
-    is_unknown = errors["source"].isin(UNKNOWN_SOURCES)
-    if name == UNKNOWN:
-        return rows & is_unknown
-    if name in SLOPES:
-        later = SLOPES[SLOPES.index(name) + 1 :]
-        rows &= (errors[name] > 0) & ~is_unknown
-    else:
-        later = SLOPES
-        rows &= errors["source"] == name
-    return rows & (errors[list(later)] == 0).all(axis=1)
-
-
-def fit_intervals(errors: pd.DataFrame) -> tuple[np.ndarray, Widths]:
-    """Both ends' exponents of every row by widths that saw no model of its part; and the largest of
-    all these widths.
-
-    A part is a sixth of the models. Answers have the largest widths, so that they are no narrower
-    than the scored ones. Each width has the least level at which widths hold `COVERED` of the
-    unseen rows of each fold, and `LEAST` of each fold, table and number of GPUs; of those folds and
-    cells that have `MIN_ROWS`.
-    """
-    parts = errors["model"].unique()
-    names = (OTHERS, *UNKNOWN_SOURCES, *SLOPES)
-    widths: dict[int, Widths] = {part: dict.fromkeys(names, (0.0, 0.0)) for part in parts}
-    known = sorted(set(errors["source"]) - set(UNKNOWN_SOURCES))
-    for name in (*known, *JUDGES):
-        rows = errors[is_judged(errors, name)]
-        least = LEAST_OF_UNKNOWN if name == UNKNOWN else LEAST
-        before = widths
-        for level in LEVELS:
-            widths = {
-                part: {**width, **fit_width(rows[rows["model"] != part], width, name, level)}
-                for part, width in before.items()
-            }
-            low, high = exponents_of_unseen(rows, widths)
-            is_inside = (rows["low"] <= low) & (rows["high"] <= high)
-            by_fold = find_least(is_inside, rows[["fold"]])
-            cells = (["fold", "table"], ["fold", "table", "gpus"])
-            by_cell = min(find_least(is_inside, rows[by]) for by in cells)
-            if by_fold >= COVERED and by_cell >= least:
-                break
-        print(
-            f"  {name:17} level {level:.2f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the"
-            f" least cell of {len(rows)} rows"
-        )
-    ends = {
-        name: np.max([width[name] for width in widths.values() if name in width], axis=0)
-        for name in dict.fromkeys(name for width in widths.values() for name in width)
-    }
-    return (
-        exponents_of_unseen(errors, widths),
-        {name: (float(low), float(high)) for name, (low, high) in ends.items()},
+def sum_exponents(errors: pd.DataFrame, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends' exponents of every row."""
+    ranges = errors["range_low"].to_numpy(), errors["range_high"].to_numpy()
+    return intervals.sum_exponents(
+        errors["source"].to_numpy(str), errors["distance"].to_numpy(), ranges, widths
     )
 
 
-def exponents_of_unseen(rows: pd.DataFrame, widths: Mapping[int, Widths]) -> np.ndarray:
-    """Both ends' exponents of every row, by the widths that did not see its part."""
-    exponents = pd.DataFrame(0.0, rows.index, [0, 1])
-    for part, some in rows.groupby("model"):
-        ends = intervals.sum_widths(some["source"].to_numpy(), some, widths[part])
-        exponents.loc[some.index] = np.transpose(ends)
-    return exponents.to_numpy().T
+def fit_intervals(errors: pd.DataFrame) -> tuple[tuple[np.ndarray, np.ndarray], Widths]:
+    """Both ends' exponents of every row by widths that saw no model of its part; and the widths of
+    answers, from all rows.
 
-
-def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
-    """The least share inside of all groups with enough rows; 1 if there is none."""
-    groups = is_inside.groupby(list(by.to_numpy().T)).agg(["size", "mean"])
-    return min(groups[groups["size"] >= MIN_ROWS]["mean"], default=1.0)
+    A part is a sixth of the models.
+    """
+    low = np.empty(len(errors))
+    high = np.empty(len(errors))
+    for part in errors["model"].unique():
+        is_part = (errors["model"] == part).to_numpy()
+        widths = fit_widths(errors[~is_part])
+        low[is_part], high[is_part] = sum_exponents(errors[is_part], widths)
+    return (low, high), fit_widths(errors)
 
 
 def print_scores(rows: pd.DataFrame) -> None:
@@ -485,11 +368,14 @@ def main() -> None:
     )
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
-    predicted = pd.concat([cross_validate(published, fold) for fold in make_folds(published)])
-    errors, runs = collect_errors(published, predicted, values)
+    folds = list(make_folds(published))
+    errors = pd.concat([cross_validate(published, fold) for fold in folds], ignore_index=True)
+    has_widths = errors["source"].isin([*home_tables(published), UNKNOWN])
+    errors["source"] = errors["source"].where(has_widths, OTHERS)
     exponents, widths = fit_intervals(errors)
     widths = {**widths, **fit_memory_widths(published, values)}
-    _, low, high = intervals.find_ends(runs, errors["predicted_s"].to_numpy(), exponents)
+    judged = [run for fold in folds for run in fold.judged_runs(published).origin]
+    low, high = intervals.find_ends(Runs(judged), errors["predicted_s"].to_numpy(), exponents)
     scores = errors.assign(key=published.key[errors["row"]], low_s=low, high_s=high)[COLUMNS]
     print_scores(judge(scores))
     if is_writing:

@@ -20,10 +20,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from labkit.advise.command import advise
 from labkit.check.commands import check, compare, hand_in, notebook
 from labkit.check.try_command import try_training
 from labkit.lab import project
-from labkit.lab.advise.command import advise
 from labkit.lab.commands.console import (
     calibrate_first,
     err,

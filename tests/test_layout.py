@@ -25,7 +25,8 @@ TOUR = ROOT / "notebooks" / "00_start_here.ipynb"  # a function of the reader's 
 # Which parts of labkit a part may import. `lab.point` and `lab.units` are plain data, open to all
 # studies' workers.
 ALLOWED = {
-    "__main__": {"check", "studies", "lab", "scaling", "machine", "__version__"},
+    "__main__": {"advise", "check", "studies", "lab", "scaling", "machine", "__version__"},
+    "advise": {"advise", "lab", "scaling"},
     "check": {"check", "studies", "lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
     "studies": {
         "studies",

@@ -7,7 +7,7 @@
 ``step_time`` ``communication`` ``memory``                formulas
 ``constants`` and `data/reference/scaling/`               numbers, with their sources
 ``published`` ``intervals``                               measured runs, and the errors
-``prediction`` ``search`` ``advice`` ``slowdown_causes``  answers
+``prediction`` ``search``                           answers
 ``scores``                                                frames for a notebook
 """
 

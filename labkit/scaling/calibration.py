@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from labkit.scaling.constants import Constants, load_constants
+from labkit.scaling.constants import CALIBRATED, Constants, load_constants
 from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Run, Runs
 from labkit.scaling.step_time import predict_step_s
 
 MIN_RUNS = 3
-CALIBRATED = "calibrated"
 SPREADS: Mapping[str, float] = {
     "slowdown": 0.2,
     "attention_slowdown": 0.4,

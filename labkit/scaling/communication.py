@@ -140,8 +140,7 @@ def data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     ranks = Group(runs, runs.dp * runs.cp, runs.tp)
     parameters = rank_parameters(runs)
     n_bytes = parameters * runs["gradient_bytes"]
-    bucket_bytes = np.where(runs.shard == "none", runs["bucket_bytes"], runs["shard_bucket_bytes"])
-    calls = np.ceil(n_bytes / bucket_bytes)
+    calls = np.ceil(n_bytes / runs["bucket_bytes"])
     passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
     gathered = ranks.half_ring_s(BF16 * parameters, calls)
     sharded = passes * ranks.half_ring_s(n_bytes, calls) + gathered

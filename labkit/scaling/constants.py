@@ -14,13 +14,12 @@ from functools import cache
 
 from labkit.scaling import read_table, validate
 
-BY_ARCHITECTURE = frozenset(
-    {
-        "gemm_efficiency",
-        "link_efficiency",
-        "memory_efficiency",
-    }
-)
+GENERIC = "generic"
+"""Framework of runs that do not name a published one."""
+CALIBRATED = "calibrated"
+"""Framework of runs that are predicted by a user's own profile."""
+BY_ARCHITECTURE = frozenset({"gemm_efficiency", "link_efficiency", "memory_efficiency"})
+"""Quantities that depend on the GPU's architecture; the others depend on the framework."""
 
 PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 """Frameworks that share code: a framework without a constant of a quantity uses its parent's.
@@ -70,7 +69,7 @@ def find_framework(name: str) -> str | None:
     words = re.sub("[ _]", "-", name.strip().lower())
     if words.replace("-", "_") in TABLES:
         return TABLES[words.replace("-", "_")]
-    if words in ("generic", *TABLES.values()):
+    if words in (GENERIC, *TABLES.values()):
         return words
     return next((nearest for part, nearest in NEAREST if part in words), None)
 

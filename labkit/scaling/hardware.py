@@ -42,8 +42,6 @@ class Hardware:
     gpus_per_node: int = 8
     link_gpus: int = 0
     """GPUs in one domain of fast links; 0 is one node."""
-    clock_share: float = 1.0
-    """Sustained clock over the clock of an uncapped card."""
     bus_gb_s: float = 0.0
     """Measured bus bandwidth of an all-reduce over the job's nodes; 0 if nobody measured it."""
 

@@ -38,9 +38,9 @@ def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Num
     scores = np.where(keeps_scores, 5 * runs.heads * runs.seq_len / runs.cp, 0.0)
     around = np.where(fused > 0, 8, 10) * runs.hidden
     saved = around * runs.sequence_share + (inside + scores) / runs.tp
+    # torchtitan's selective recomputation keeps every second matmul; its 17 rows say so of memory.
     saved = np.where(runs.has("op_recompute"), 0.5 * saved, saved)
     only_input = 2 * runs.hidden * runs.sequence_share
-    saved = np.where(runs.has("layer_recompute"), 0.5 * (saved + only_input), saved)
     again = np.where(runs.recompute == "full", runs.tokens * saved, 0.0)
     return runs.tokens * np.where(runs.recompute == "full", only_input, saved), again
 
@@ -78,6 +78,7 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
     weights = np.where(whole, 2 * parameters, 0.0)
     # two layers gathered
     weights = weights + np.where(whole, 0.0, 4 * (runs.layer_parameters / runs.tp)[:, None])
+    # 80 rows of mosaic keep master weights and states in 16 bits; they would not fit otherwise.
     low = runs.has("low_precision_master")[:, None]
     gradients = np.where(low, 2.0, runs["gradient_bytes"][:, None]) * parameters
     gradients = gradients / np.where(
@@ -86,14 +87,13 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
     optimizer = np.where(low, 4.0, 12.0) * parameters / sharded
     saved, again = layer_activations(runs, runs["unfused_attention"], runs["fused_operators"])
     activations = (saved * runs["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
-    held = _held_gathers(runs)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
     buffers = runs.tokens * (2 * runs.hidden + runs["transient_ffn"] * runs.ffn / runs.tp)
     parts = {
         "parameters": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": activations + held[:, None] * (layers > 0),
+        "activations": activations + _held_gathers(runs)[:, None] * (layers > 0),
         "logits": np.where(is_last, runs["logit_bytes"][:, None] * columns, 0.0),
         "buffers": np.broadcast_to(buffers[:, None] + again[:, None], layers.shape),
     }
@@ -108,10 +108,9 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
 def _held_gathers(runs: Runs) -> Numbers:
     """Return bytes of gathered activations that wait for the communication stream.
 
-    They wait if the CPU runs ahead of a slow network.
-
-    Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when
-    memory is short, so that they never are more than a share of it.
+    They wait if the CPU runs ahead of a slow network. Seen with tensor parallelism across nodes and
+    no pipeline; without the term, intervals of memory are too wide to answer for BigScience. The
+    allocator takes them back when memory is short: they never are more than a share of it.
     """
     waits = (runs.pp == 1) & (runs.tp > runs.gpus_per_node)
     held = runs["held_gathers"] * runs.tokens * runs.hidden * runs.layers

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.costs.transformer import SIZES
-from labkit.scaling import Count, experts, read_table, validate
+from labkit.scaling import Count, read_table, validate
 
 Numbers = NDArray[np.float64]
 
@@ -28,41 +28,31 @@ _ENDINGS = re.compile(r"(instruct|chat|base|hf|it|pt|v\d+(\.\d+)?|\d{4})$")
 """What makers add to a name, once punctuation is gone, without changing a model's sizes."""
 
 MAX_BYTES = 2**20
-_HF = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "vocab": "vocab_size",
+_SIZES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "ffn_dim", "n_inner"),
+    "vocab": ("vocab_size",),
 }
-_LLAMA = _HF | {
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn": "intermediate_size",
-}
-_GPT = {
-    "layers": "n_layer",
-    "hidden": "n_embd",
-    "heads": "n_head",
-    "ffn": "n_inner",
-    "vocab": "vocab_size",
-}
-_MPT = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads", "vocab": "vocab_size"}
-_UNTIED = (
+"""Field -> its names in a `config.json`."""
+_GATED = (
     "llama mistral ministral qwen2 qwen3 phi3 internlm2 internlm3 olmo olmo2 olmo3 granite stablelm"
-    " baichuan"
+    " baichuan gemma gemma2 gemma3_text smollm3 cohere cohere2"
 )
-_TIED = "gemma gemma2 gemma3_text smollm3 cohere cohere2"
-_ARCHITECTURES = {
-    # model_type: names of the sizes, gated, tied unless the file says otherwise
-    **dict.fromkeys(_UNTIED.split(), (_LLAMA, True, False)),
-    **dict.fromkeys(_TIED.split(), (_LLAMA, True, True)),
-    "starcoder2": (_LLAMA, False, True),
-    "phi": (_LLAMA, False, False),
-    "gpt2": (_GPT, False, True),
-    "gpt_neox": (_HF | {"ffn": "intermediate_size"}, False, False),
-    "opt": (_HF | {"ffn": "ffn_dim"}, False, True),
-    "mpt": (_MPT, False, True),
-}
+_UNGATED = "starcoder2 phi gpt2 gpt_neox opt mpt"
+_TIED = "gemma gemma2 gemma3_text smollm3 cohere cohere2 starcoder2 gpt2 opt mpt"
+"""Model types by their feed-forward part, and those that tie embeddings unless the file says so."""
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
+"""Keys of a `config.json` of a mixture of experts."""
+_MIXTURE = re.compile(r"mixtral|moe|\d+x\d+b|-a\d+b\b", re.IGNORECASE)
+"""Names of mixtures of experts: Mixtral-8x7B, Qwen3-30B-A3B."""
+NO_MIXTURES = (
+    "a mixture of experts is not predicted; nearest is a dense model with as many parameters as a"
+    " token uses"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +167,6 @@ def _letters(name: str) -> str:
 NAMED, _BY_LETTERS = _read_models()
 
 
-def _sizes() -> dict[str, int]:
-    return {name: model.parameters for name, model in NAMED.items()}
-
-
 def find_model(name: str) -> Model:
     """Find a model by its name, as its maker or Hugging Face writes it.
 
@@ -194,10 +180,9 @@ def find_model(name: str) -> Model:
         words = shorter
     if words in _BY_LETTERS:
         return _BY_LETTERS[words]
-    if experts.is_named(name):
+    if _MIXTURE.search(name):
         # models with a similar name are dense, and nobody meant those
-        reason = experts.refusal_reason(experts.active_parameters(name), _sizes())
-        raise ValueError(f"unknown model {name[:60]!r}: {reason}")
+        raise ValueError(f"unknown model {name[:60]!r}: {NO_MIXTURES}")
     near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
     near = near or difflib.get_close_matches(
         name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5
@@ -227,30 +212,19 @@ def read_model(path: Path) -> Model:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
     name = _folder_name(path.absolute().parent)
+    if any(key in config for key in _PER_TOKEN):
+        raise ValueError(f"{name}: {NO_MIXTURES}")
+    where = ""
+    if isinstance(config.get("text_config"), dict):
+        # A multimodal model: the sizes of its language model count.
+        config = config["text_config"]
+        where = " under `text_config`"
     kind = str(config.get("model_type"))
-    text = config.get("text_config")
-    if dense := experts.dense_config(config):
-        values = {size: dense.get(key) for size, key in _LLAMA.items()}
-        try:
-            active = float(validate(Model, values).parameters)
-        except ValueError:
-            active = None  # its sizes have other names
-        raise ValueError(f"{name}, a {kind[:40]}: {experts.refusal_reason(active, _sizes())}")
-    if kind in _ARCHITECTURES:
-        return _model(config, name)
-    if not isinstance(text, dict):
-        raise ValueError(
-            f"expected a model_type among {', '.join(_ARCHITECTURES)}; got {kind[:40]!r}"
-        )
-    # A multimodal model: the sizes of its language model count.
-    text_kind = str(text.get("model_type"))
-    if text_kind not in _ARCHITECTURES:
-        raise ValueError(
-            f"{kind[:40]} is multimodal, and the model_type of its language model, under"
-            f" `text_config`, is {text_kind[:40]!r}; expected one among"
-            f" {', '.join(_ARCHITECTURES)}"
-        )
-    return _model(text, name)
+    known = f"{_GATED} {_UNGATED}".split()
+    if kind not in known:
+        expected = ", ".join(known)
+        raise ValueError(f"expected a model_type{where} among {expected}; got {kind[:40]!r}")
+    return _model(config, kind, name)
 
 
 def _parse_config(text: str) -> dict[str, Any]:
@@ -282,18 +256,20 @@ def _folder_name(folder: Path) -> str:
     return folder.name.rpartition("--")[2]
 
 
-def _model(config: Mapping[str, Any], name: str) -> Model:
-    names, ffn_gated, tied = _ARCHITECTURES[config["model_type"]]
-    values: dict[str, Any] = {size: config.get(key) for size, key in names.items()}
-    if names is _MPT and all(
-        type(config.get(key)) is int for key in ("d_model", "expansion_ratio")
-    ):
+def _model(config: Mapping[str, Any], kind: str, name: str) -> Model:
+    keys = {
+        size: next((key for key in names if key in config), names[0])
+        for size, names in _SIZES.items()
+    }
+    values = {size: config.get(key) for size, key in keys.items()}
+    if kind == "mpt" and all(type(config.get(k)) is int for k in ("d_model", "expansion_ratio")):
         values["ffn"] = config["d_model"] * config["expansion_ratio"]
     tie = config.get("tie_word_embeddings")
     # A terminal or a page would take other characters for a command.
-    title = (
-        "".join(letter for letter in name if letter.isalnum() or letter in " .-_")[:40]
-        or "this model"
-    )
-    values |= {"ffn_gated": ffn_gated, "tied": tied if tie is None else tie, "name": title}
-    return validate(Model, values, keys=names)
+    letters = "".join(letter for letter in name if letter.isalnum() or letter in " .-_")
+    values |= {
+        "ffn_gated": kind in _GATED.split(),
+        "tied": kind in _TIED.split() if tie is None else tie,
+        "name": letters[:40] or "this model",
+    }
+    return validate(Model, values, keys=keys)

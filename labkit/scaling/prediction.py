@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.scaling import intervals, memory
-from labkit.scaling.constants import Constants
+from labkit.scaling.constants import GENERIC, Constants
 from labkit.scaling.models import Numbers
-from labkit.scaling.published import Ground, load_ground, nearest_keys
+from labkit.scaling.published import DIFFERENCE, DOUBLING, find_nearest, load_measured
 from labkit.scaling.runs import Layout, Run, Runs, impossible_reason
 from labkit.scaling.step_time import breakdown
 from labkit.scaling.table import Row
@@ -27,8 +27,21 @@ The allocator frees and allocates again inside the step.
 FITS_RISK = 0.05
 MAY_FIT_RISK = 0.5
 """Risks of running out of memory below which a run fits, or may."""
+FAR = 4.0
+"""Distance to the nearest measured run from which on the answer says that it extrapolates."""
 SIGMAS = 1.645
 """Standard deviations from the middle of a normal distribution to an end of its 90%."""
+SUMS = {
+    "compute": ("gemm_s", "attention_s", "elementwise_s", "head_s"),
+    "CPU launches": ("launch_s",),
+    "tensor-parallel collectives": ("tensor_parallel_s",),
+    "keys and values around the ring": ("context_parallel_s",),
+    "gathering parameters": ("gather_s",),
+    "pipeline bubble and transfers": ("bubble_s", "pipeline_transfer_s", "engine_s"),
+    "gradient reduction": ("data_parallel_s",),
+    "optimizer": ("optimizer_s",),
+}
+"""Groups of parts that add up to the step."""
 COLUMNS = (
     "step_s",
     "step_low",
@@ -58,7 +71,7 @@ class Prediction:
     step_s: float
     interval_90: tuple[float, float]
     distance: float
-    """Distance from measured runs, in doublings and kinds without a measured run."""
+    """Distance to the nearest measured run, in doublings of the GPUs."""
     parts_s: Mapping[str, float]
     """Parts that add up to `step_s`; of collectives, only the exposed time."""
     mfu: float
@@ -82,22 +95,29 @@ class Prediction:
     """It fits, and steps are stable: memory needs no change."""
     warnings: tuple[str, ...]
 
+    @property
+    def sums_s(self) -> dict[str, float]:
+        """Seconds of the parts in groups, by name in `SUMS`."""
+        return {name: sum(self.parts_s[part] for part in parts) for name, parts in SUMS.items()}
+
+    @property
+    def interval_mfu(self) -> tuple[float, float]:
+        """The 90% interval of the MFU."""
+        low_s, high_s = self.interval_90
+        return self.mfu * self.step_s / high_s, self.mfu * self.step_s / low_s
+
 
 @dataclass(frozen=True)
 class Predictions:
     """Columns of n predictions, (n,) each.
 
-    Attributes are the numbers of `Prediction`, and `low_90` and `high_90`.
+    Attributes are the numbers of `Prediction`, and the row of the `nearest` measured run.
     """
 
     runs: Runs
-    ground: Ground
+    predicted_s: Numbers
+    """Seconds by the formulas alone; `step_s` is no shorter than published matmuls allow."""
     columns: Mapping[str, NDArray[Any]]
-    distances: Mapping[str, Numbers]
-    """Distances from measured runs, by what lies outside of them.
-
-    Beyond `MAX_DISTANCE` in all the error is unknown.
-    """
     parts_s: Mapping[str, Numbers]
     """Parts that add up to `step_s`."""
     stages: Mapping[str, Numbers]
@@ -112,9 +132,11 @@ class Predictions:
         """Return one prediction, even of a run that is too far from measured runs."""
         layout = self.runs.origin[row].layout
         parts = self.stages.items()
+        # A search has thousands of layouts, and answers need the intervals of a few.
+        low, high = self.interval_90([row])
         return Prediction(
             layout=layout,
-            interval_90=(float(self.low_90[row]), float(self.high_90[row])),
+            interval_90=(float(low[0]), float(high[0])),
             peak_90=(float(self.peak_low[row]), float(self.peak_high[row])),
             parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
             memory_gib=[
@@ -129,9 +151,22 @@ class Predictions:
             },
         )
 
+    def interval_90(self, rows: Any = slice(None)) -> intervals.Ends:
+        """Both ends of the 90% intervals of these rows, in seconds."""
+        runs = self.runs.take(rows)
+        predicted = self.predicted_s[rows]
+        sources = intervals.find_sources(runs, load_measured())
+        ranges = intervals.profile_range(runs, predicted, sources)
+        widths = intervals.load_widths()
+        exponents = intervals.sum_exponents(sources, self.distance[rows], ranges, widths)
+        return intervals.find_ends(runs, predicted, exponents)
+
     def warnings(self, row: int) -> Iterator[str]:
         """Yield where the prediction extrapolates, and whether memory is short."""
-        yield from intervals.extrapolations(self.runs, row, self.ground, self.distances)
+        if self.runs.framework[row] == GENERIC:
+            yield "framework without published runs: calibrate with three runs of it"
+        if self.distance[row] > FAR:
+            yield f"extrapolated: {self.describe_nearest(row)}"
         if not self.may_fit[row]:
             yield "expected to run out of memory"
         elif not self.fits[row]:
@@ -139,22 +174,32 @@ class Predictions:
         elif self.is_unstable[row]:
             yield "unstable: memory is so full that steps often take 1.5 to 8 times as long"
 
+    def describe_nearest(self, row: int) -> str:
+        """Return the nearest measured run, and in what it differs."""
+        measured = load_measured()
+        near = int(self.nearest[row])
+        columns = [
+            name
+            for name in (*DOUBLING, *DIFFERENCE)
+            if getattr(self.runs, name)[row] != getattr(measured, name)[near]
+        ]
+        return (
+            f"the nearest published run, {measured.key[near]}, is {self.distance[row]:.2g} away:"
+            f" other {', '.join(columns)}"
+        )
+
     def refusal_reason(self, row: int) -> str | None:
         """Return why a run is too far from measured runs, and what would help; None if near."""
         if self.distance[row] <= intervals.MAX_DISTANCE:
             return None
-        reasons = "; ".join(intervals.extrapolations(self.runs, row, self.ground, self.distances))
         return (
-            f"too far from every published run for a number ({reasons}): measure one run of this"
-            " kind and calibrate"
+            "too far from every published run for a number: measure one run of this kind and"
+            f" calibrate; {self.describe_nearest(row)}"
         )
 
 
 def predict(run: Run, constants: Constants | None = None) -> Prediction:
-    """Predict one step.
-
-    ValueError if the layout cannot run the model, or the run is too far from measured runs.
-    """
+    """Predict one step. ValueError for an impossible layout, or too far from measured runs."""
     if reason := impossible_reason(run.layout, run.model, run.seq_len):
         raise ValueError(reason)
     predictions = predict_runs(Runs([run], constants))
@@ -165,28 +210,20 @@ def predict(run: Run, constants: Constants | None = None) -> Prediction:
 
 def predict_runs(runs: Runs) -> Predictions:
     """Predict all runs at once. Layouts must be possible (`impossible_reason`)."""
-    ground = load_ground()
-    profiles = {name: ground.find_limits(parent) for name, parent in runs.constants.parents.items()}
-    ground = Ground(ground.runs, {**profiles, **ground.limits})
     parts = breakdown(runs)
     stages = memory.stage_bytes(runs)
     peak_gib = memory.peak_gib(stages)
     is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
-    distances = intervals.measure_distances(runs, ground)
-    slopes = intervals.measure_slopes(distances, is_unstable)
-    widths = intervals.load_widths()
-    sources = intervals.find_sources(runs, ground)
-    exponents = intervals.sum_widths(sources, slopes, widths)
+    distance, nearest = find_nearest(runs, load_measured())
     predicted = np.sum(list(parts.values()), axis=0)
-    seconds, low, high = intervals.find_ends(runs, predicted, exponents)
+    seconds = np.maximum(predicted, intervals.fastest_s(runs))
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
-    peak_low, peak_high = intervals.memory_ends(runs, peak_gib, widths)
+    peak_low, peak_high = intervals.memory_ends(runs, peak_gib, intervals.load_widths())
     risk = _overflow_risk(peak_gib, peak_low, peak_high, FITS_SHARE * runs.memory_gib)
     columns = {
         "step_s": seconds,
-        "low_90": low,
-        "high_90": high,
-        "distance": np.sum(list(distances.values()), axis=0),
+        "distance": distance,
+        "nearest": nearest,
         "mfu": intervals.peak_s(runs) / seconds,
         "peak_gib": peak_gib,
         "peak_low": peak_low,
@@ -197,7 +234,7 @@ def predict_runs(runs: Runs) -> Predictions:
         "may_fit": risk < MAY_FIT_RISK,
         "has_room": (risk <= FITS_RISK) & ~is_unstable,
     }
-    return Predictions(runs, ground, columns, distances, parts, stages)
+    return Predictions(runs, predicted, columns, parts, stages)
 
 
 def _overflow_risk(peak: Numbers, low: Numbers, high: Numbers, limit: Numbers) -> Numbers:
@@ -212,10 +249,7 @@ def _overflow_risk(peak: Numbers, low: Numbers, high: Numbers, limit: Numbers) -
 
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return the cells of every row with `COLUMNS`.
-
-    For a refused row these are empty, except for the note.
-    """
+    """Return the cells of every row with `COLUMNS`; a refused row has only the note."""
     possible = [row.run for row in rows if row.run is not None]
     predicted = _cells(predict_runs(Runs(possible))) if possible else iter(())
     return [
@@ -225,21 +259,25 @@ def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
-    for at, (key, away) in enumerate(nearest_keys(predictions.runs)):
+    measured = load_measured()
+    low, high = predictions.interval_90()
+    for at in range(len(predictions.runs)):
         if reason := predictions.refusal_reason(at):
             yield {"note": f"refused: {reason}"}
             continue
         yield {
             "step_s": f"{predictions.step_s[at]:.6g}",
-            "step_low": f"{predictions.low_90[at]:.6g}",
-            "step_high": f"{predictions.high_90[at]:.6g}",
+            "step_low": f"{low[at]:.6g}",
+            "step_high": f"{high[at]:.6g}",
             "mfu_percent": f"{100 * predictions.mfu[at]:.2f}",
             "peak_gib": f"{predictions.peak_gib[at]:.2f}",
             "peak_low": f"{predictions.peak_low[at]:.2f}",
             "peak_high": f"{predictions.peak_high[at]:.2f}",
             "fits": _fits_cell(predictions, at),
             "unstable": str(int(predictions.is_unstable[at])),
-            "nearest": f"{key}, {away:.2g} away",
+            "nearest": (
+                f"{measured.key[predictions.nearest[at]]}, {predictions.distance[at]:.2g} away"
+            ),
             "note": "; ".join(predictions.warnings(at)),
         }
 

@@ -49,13 +49,9 @@ class Layout:
     global_batch: Count = 1
     recompute: str = "none"
     precision: str = "bf16"
-    compiled: bool = False
     options: frozenset[str] = frozenset()
-    """Variants of one framework.
-
-    Names of `labkit.scaling.table.NOTES`; `save_qkv`, `op_recompute`, `layer_recompute`;
-    `empty_stages`, by which some stages only pass on.
-    """
+    """Variants of one framework: names of `labkit.scaling.table.NOTES`, and `empty_stages`, by
+    which some stages only pass on."""
 
     @property
     def gpus(self) -> int:
@@ -87,17 +83,6 @@ def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
     return next(_reasons(layout, model, seq_len), None)
 
 
-def counts_ends_as_layers(layers: Any, chunks: Any) -> Any:
-    """Return whether embedding and loss count as a layer each.
-
-    So stages are equal: 126 + 2 layers on 8 x 16 chunks.
-
-    Published for Llama 3 405B (arXiv:2407.21783, section 3.3.2), and for other recipes of
-    Megatron-Core.
-    """
-    return (chunks > 1) & (layers % chunks != 0) & ((layers + 2) % chunks == 0)
-
-
 def _wrong_values(layout: Layout, seq_len: int) -> Iterator[str]:
     sizes = vars(layout) | {"seq_len": seq_len}
     for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "seq_len"):
@@ -122,8 +107,9 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
     if seq_len % layout.cp:
         yield f"{seq_len} tokens cannot be divided over cp = {layout.cp}"
     chunks = layout.pp * layout.vp
-    may_be_empty = "empty_stages" in layout.options or counts_ends_as_layers(model.layers, chunks)
-    if chunks > model.layers and not may_be_empty:
+    # Embedding and loss may stand for a layer each: Llama 3 405B has 126 layers on 8 x 16 chunks
+    # (arXiv:2407.21783, section 3.3.2).
+    if chunks > model.layers + 2 and "empty_stages" not in layout.options:
         yield f"pp x vp = {chunks} stages are more than {model.layers} layers"
     if layout.vp > 1 and layout.pp == 1:
         yield f"vp = {layout.vp} interleaves stages of a pipeline, and pp is 1"
@@ -167,6 +153,7 @@ class Runs:
         self.constants = constants or load_constants()
         self._flags: dict[str, Flags] = {}
         self._constants: dict[str, Numbers] = {}
+        self._owners: dict[str, list[Any]] = {}
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """A column, on first use."""
@@ -176,12 +163,21 @@ class Runs:
             part for part in ("layout", "model", "hardware") if hasattr(getattr(first, part), name)
         )
         part = next(parts, None)
-        values = np.array(
-            [getattr(getattr(run, part) if part else run, name) for run in self.origin]
-        )
+        owners = self.origin if part is None else self._parts(part)
+        if owners[0] is owners[-1] and len(set(map(id, owners))) == 1:
+            # All layouts of a search have one model and one kind of GPU.
+            values = np.full(len(owners), getattr(owners[0], name))
+        else:
+            values = np.array([getattr(owner, name) for owner in owners])
         column = values if values.dtype.kind == "U" else values.astype(np.float64)
         self.__dict__[name] = column
         return column
+
+    def _parts(self, name: str) -> list[Any]:
+        """The layouts, models or hardware of the runs, in a list of their own on first use."""
+        if name not in self._owners:
+            self._owners[name] = [getattr(run, name) for run in self.origin]
+        return self._owners[name]
 
     def __getitem__(self, quantity: str) -> Numbers:
         """The constant that holds for each run, on first use."""
@@ -198,6 +194,13 @@ class Runs:
         """The same runs, with their columns so far, under other constants."""
         other = Runs(self.origin)
         other.__dict__ |= self.__dict__ | {"constants": constants, "_constants": {}}
+        return other
+
+    def with_framework(self, name: str) -> "Runs":
+        """The same runs, with their columns so far, under the constants of one framework."""
+        other = self.with_constants(self.constants)
+        other.__dict__ |= {"framework": np.full(len(self), name)}
+        other.__dict__.pop("codes", None)
         return other
 
     def __len__(self) -> int:
@@ -264,8 +267,7 @@ class Runs:
 
         nanotron's `build_and_set_rank`: a layer costs 4h^2 + 3hf, the head Vh, the embedding
         nothing; a stage takes layers until the costs so far reach its share. Published memory peaks
-        confirm it to four digits. Other frameworks split evenly, or count embedding and loss as
-        layers (`counts_ends_as_layers`).
+        confirm it to four digits. Other frameworks split evenly.
         """
         index = np.arange(int(self.pp.max()))[None, :]
         pp = self.pp[:, None]
@@ -276,10 +278,7 @@ class Runs:
         # reaching its share filled a stage only later
         tie = np.where(self.has("old_pipeline"), 1e-9, -1e-9)[:, None]
         greedy = np.minimum(np.ceil(filled + tie), layers)
-        chunks = pp * self.vp[:, None]
-        ends = 2 * (index + 1) / pp
-        with_ends = counts_ends_as_layers(layers, chunks)
-        even = np.floor(layers * (index + 1) / pp + np.where(with_ends, ends, 0)) - with_ends
+        even = np.floor(layers * (index + 1) / pp)
         through = np.where((self.framework == "nanotron")[:, None], greedy, even)
         through = np.where(index >= pp - 1, layers, through)
         return np.diff(through, axis=1, prepend=0.0)

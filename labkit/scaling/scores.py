@@ -1,27 +1,13 @@
-"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, trainings, break-evens."""
+"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, and trainings by part."""
 
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 
-from labkit.scaling import DATA, communication, step_time
-from labkit.scaling.advice import sums_s
+from labkit.scaling import DATA
 from labkit.scaling.hardware import find_hardware
-from labkit.scaling.models import Numbers, find_model
-from labkit.scaling.prediction import predict_runs
-from labkit.scaling.published import is_timed, load_published
-from labkit.scaling.runs import Runs
+from labkit.scaling.models import find_model
 from labkit.scaling.search import Request, rank
-
-PARTS = {
-    "data": "data_parallel_s",
-    "sharding": "gather_s",
-    "tensor": "tensor_parallel_s",
-    "context": "context_parallel_s",
-    "pipeline": "bubble_s",
-}
-"""Kind of parallelism -> the part of a step that it costs."""
 
 
 def held_out() -> pd.DataFrame:
@@ -85,64 +71,6 @@ def training(
         hours = count / 3600 * 1e9 / request.tokens
         rows += [
             {"gpus": count, "part": part, "gpu_hours": hours * value}
-            for part, value in sums_s(best).items()
+            for part, value in best.sums_s.items()
         ]
     return pd.DataFrame(rows)
-
-
-def exposed_by_ratio() -> pd.DataFrame:
-    """Return the exposed share of a published step against compute over communication.
-
-    In percent, by kind of parallelism.
-    """
-    published = load_published()
-    predictions = predict_runs(published)
-    ratios = compute_comm_ratio(published)
-    tables = []
-    for kind, part in PARTS.items():
-        rows = np.flatnonzero(is_timed(published) & np.isfinite(ratios[kind]))
-        exposed = 100 * predictions.parts_s[part][rows] / predictions.step_s[rows]
-        tables.append(
-            pd.DataFrame({"kind": kind, "ratio": ratios[kind][rows], "exposed_percent": exposed})
-        )
-    return pd.concat(tables, ignore_index=True)
-
-
-def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
-    """Return compute over communication (pipeline: busy over idle) by kind, (n,).
-
-    nan in runs that do not use the kind.
-
-    Seconds of a layer by the formulas of a step, forward and backward without recomputation, before
-    anything overlaps. Below 1 a step is mostly communication. The context ring is compared with
-    attention, behind which it travels.
-    """
-    once = np.ones(len(runs))
-    replicas = runs.dp * runs.cp
-    matmuls = step_time.matmuls_s(runs, once)
-    ranks = communication.Group(runs, replicas, runs.tp)
-    n_bytes = runs["gradient_bytes"] * runs.layer_parameters / runs.tp
-    gathers = np.isin(runs.shard, ("zero3", "hsdp"))
-    kinds = {
-        "data": (
-            runs.micro_batches * matmuls,
-            ranks.all_reduce_s(n_bytes),
-            (replicas > 1) & ~gathers,
-        ),
-        "sharding": (
-            matmuls,
-            communication.parameter_gather_s(runs),
-            (runs.shard_ranks > 1) & gathers,
-        ),
-        "tensor": (matmuls, communication.tensor_parallel_s(runs, once), runs.tp > 1),
-        "context": (
-            step_time.attention_s(runs, once),
-            communication.context_ring_s(runs),
-            runs.cp > 1,
-        ),
-        "pipeline": (runs.micro_batches * runs.vp, runs.pp - 1, runs.pp > 1),
-    }
-    return {
-        name: np.divide(compute, communication, out=np.full(len(runs), np.nan), where=is_used)
-        for name, (compute, communication, is_used) in kinds.items()
-    }

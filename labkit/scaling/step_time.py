@@ -82,12 +82,11 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
     tensor parallelism on several nodes.
     """
     gemm, attention, elementwise = _forward_passes(runs)
-    exposed = runs["tp_exposed"] * np.where(runs.has("async_tp"), runs["async_tp_exposed"], 1.0)
     device = {
         "gemm_s": matmuls_s(runs, gemm),
         "attention_s": attention_s(runs, attention),
         "elementwise_s": _elementwise_s(runs, elementwise),
-        "tensor_parallel_s": tensor_parallel_s(runs, gemm) * exposed,
+        "tensor_parallel_s": tensor_parallel_s(runs, gemm) * runs["tp_exposed"],
     }
     # keys and values travel while attention computes with those before
     device["context_parallel_s"] = np.maximum(context_ring_s(runs) - device["attention_s"], 0.0)
@@ -109,33 +108,22 @@ def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers]:
     Matmuls, attention, others.
 
     Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section
-    5), except in torchtitan, which keeps every second matmul and attention, and in fms, which
-    recomputes a share of the layers. MaxText's save_qkv_proj keeps the query, key and value
-    matmuls.
+    5).
     """
-    full = runs.recompute == "full"
-    selective = runs.recompute == "selective"
-    by_operator = selective & runs.has("op_recompute")
-    by_layer = selective & runs.has("layer_recompute")
-    only_attention = selective & ~by_operator & ~by_layer
-    gemm = np.select(
-        [full & runs.has("save_qkv"), full, by_operator | by_layer], [0.8, 1.0, 0.5], 0.0
-    )
-    attention = np.select([full | only_attention, by_layer], [1.0, 0.5], 0.0)
-    elementwise = np.select([full | by_operator, by_layer], [1.0, 0.5], 0.0)
-    return 1 + gemm, 1 + attention, 1 + elementwise
+    everything = 1.0 + (runs.recompute == "full")
+    attention = 1.0 + (runs.recompute != "none")
+    return everything, attention, everything
 
 
 def matmuls_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
+    """Query, key and value; output; into and out of the feed-forward part."""
     hidden = runs.hidden
     query = runs.query_width / runs.tp
     ffn = runs.ffn / runs.tp
     matmuls = _training_matmul_s(runs, query + 2 * runs.kv_width / runs.tp, hidden, forwards)
     matmuls = matmuls + _training_matmul_s(runs, hidden, query, forwards)
     matmuls = matmuls + _training_matmul_s(runs, (1 + runs.ffn_gated) * ffn, hidden, forwards)
-    matmuls = (matmuls + _training_matmul_s(runs, hidden, ffn, forwards)) * runs["slowdown"]
-    return matmuls + np.where(runs.has("fp8_rowwise"), _casts_s(runs, forwards), 0.0)
+    return (matmuls + _training_matmul_s(runs, hidden, ffn, forwards)) * runs["slowdown"]
 
 
 def _training_matmul_s(
@@ -169,23 +157,11 @@ def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> N
 
 def _large_matmul_flops(runs: Runs) -> Numbers:
     """Return FLOP/s of large bf16 matmuls: a share of the highest published rate."""
-    return runs.matmul_tflops * 1e12 * runs.clock_share * runs["gemm_efficiency"]
+    return runs.matmul_tflops * 1e12 * runs["gemm_efficiency"]
 
 
 def _memory_bytes_per_s(runs: Runs) -> Numbers:
     return runs.memory_gb_s * 1e9 * runs["memory_efficiency"]
-
-
-def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Return seconds of casts of every input and gradient to fp8, with a scale per row.
-
-    Memory bounds them. A scale per tensor needs no pass: the operator before it casts.
-    """
-    inputs = 2 * runs.hidden + (runs.query_width + runs.ffn) / runs.tp
-    wide = runs.query_width + 2 * runs.kv_width + (1 + runs.ffn_gated) * runs.ffn
-    gradients = 2 * runs.hidden + wide / runs.tp
-    moved = runs.tokens * (inputs * forwards + gradients) * runs["fp8_rowwise_traffic"]
-    return np.where(runs.precision == "fp8", moved / _memory_bytes_per_s(runs), 0.0)
 
 
 def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
@@ -200,8 +176,8 @@ def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
     """
     scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
     flops = 4 * scores * runs.query_width
-    best = runs.matmul_tflops * 1e12 * runs.clock_share
-    tiled = 0.5 * flops * (forwards + 2.5) / (best * runs["attention_efficiency"])
+    best = runs.matmul_tflops * 1e12 * runs["attention_efficiency"]
+    tiled = 0.5 * flops * (forwards + 2.5) / best
     aligned = np.where(runs.head_dim % 8 == 0, 1.0, runs["unaligned_rate"])
     rate = _large_matmul_flops(runs) * aligned
     matmuls = flops * (forwards + 2) * (1 + runs["gemm_k"] / runs.head_dim) / rate
@@ -222,8 +198,7 @@ def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
         / runs.tp
     )
     moved = runs.tokens * (wide + narrow) * (forwards + 2) * runs["elementwise_traffic"]
-    compiled = np.where(runs.compiled > 0, runs["compiled_traffic"], 1.0)
-    return moved * compiled / _memory_bytes_per_s(runs)
+    return moved / _memory_bytes_per_s(runs)
 
 
 def _head_s(runs: Runs) -> Numbers:

@@ -1,7 +1,7 @@
 """Reads a table of runs, a CSV as `training_runs.csv`, and writes predictions.
 
 A wrong row is refused with its line and the reason, and the others are read. Separators, encodings
-and thousands as spreadsheets write them are understood.
+and decimal commas as spreadsheets write them are understood; thousands are not.
 """
 
 import csv
@@ -9,7 +9,7 @@ import io
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -24,18 +24,17 @@ REQUIRED = (
     *("gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq_len", "tp", "pp", "dp"),
     *("micro_batch", "global_batch"),
 )
+_MODEL = ("model", *(one.name for one in fields(Model) if one.name != "name"))
 ONLY_PREDICTED = frozenset({"step_low", "step_high"})
 """Columns that only an output of `labkit predict` has."""
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
-_AMBIGUOUS = re.compile(r"\d{1,3},\d{3}")  # in a file with `;`: thousands, or decimals
-# where 2.345 may have decimals, whatever separates cells
+_AMBIGUOUS = re.compile(r"[1-9]\d{0,2}([.,\s]\d{3})+")
+# where 2.345 has decimals, in a file with `,`
 _FRACTIONS = ("step_s", "node_network_gbps", "measured_bus_bandwidth")
 
 _SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
 NOTES = {
-    "async tp": "async_tp",
-    "rowwise": "fp8_rowwise",
     "before a fix": "old_pipeline",
     "16-bit master": "low_precision_master",
     "CUDA_LAUNCH_BLOCKING=1": "blocking_launch",
@@ -83,17 +82,15 @@ def read_rows(path: Path, defaults: Mapping[str, str] = MappingProxyType({})) ->
     else:
         name = str(path)[-80:]
         text = _decode(path.read_bytes(), name)
-    lines = [*text.splitlines(), "", ""]
-    stated = re.fullmatch(r"sep=(.)", lines[0])
-    header = lines[int(bool(stated))]
-    separator = stated[1] if stated else max(SEPARATORS, key=header.count)
+    header = next(iter(text.splitlines()), "")
+    separator = max(SEPARATORS, key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
         content = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         raise ValueError(f"expected a CSV, and {name} is none: {error}") from None
-    columns = _columns(content[int(bool(stated))][1] if header else [], name)
-    filled = [(line, row) for line, row in content[1 + bool(stated) :] if any(map(str.strip, row))]
+    columns = _columns(content[0][1] if header else [], name)
+    filled = [(line, row) for line, row in content[1:] if any(map(str.strip, row))]
     if not filled:
         raise ValueError(f"{name} has no rows")
     return [_row(line, columns, row, separator, defaults) for line, row in filled]
@@ -101,15 +98,9 @@ def read_rows(path: Path, defaults: Mapping[str, str] = MappingProxyType({})) ->
 
 def _decode(content: bytes, name: str) -> str:
     try:
-        text = content.decode(ENCODINGS.get(content[:2], "utf-8-sig"))
+        return content.decode(ENCODINGS.get(content[:2], "utf-8-sig"))
     except UnicodeDecodeError:
         raise ValueError(f"expected a CSV in UTF-8 or UTF-16: {name}") from None
-    before, zero, _ = text.partition("\0")
-    if zero:
-        raise ValueError(
-            f"expected a CSV, and {name} has a zero byte in line {before.count(chr(10)) + 1}"
-        )
-    return text
 
 
 def _columns(header: Sequence[str], name: str) -> list[str]:
@@ -153,24 +144,15 @@ def _row(
 
 @cache  # most cells of a table repeat
 def _plain(name: str, text: str, separator: str) -> str:
-    """Return a spreadsheet's number plainly: 4,000,000 or 4 000 000, 4.0, 4E+06.
+    """Return a number as Python reads it: of 4.0, 4E+06, and of 0,5 in a file with `;`.
 
-    And 1.600,5 in a file with `;`.
-
-    A text that may be two numbers gets a remark, with which it is none.
+    A text that may have thousands or decimals gets a remark, with which it is no number.
     """
-    is_european = separator == ";"
-    # One kind of separator per number: `128,000 000` may be two numbers.
-    thousands = re.fullmatch(r"\d{1,3}([,\s_])\d{3}(\1\d{3})*", text)
-    if thousands and not (is_european and text.count(",") == 1):
-        return re.sub(r"\D", "", text)
-    if re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", text) and is_european == (name in _FRACTIONS):
+    has_decimal_commas = separator == ";"
+    if _AMBIGUOUS.fullmatch(text) and (has_decimal_commas or name not in _FRACTIONS):
         return f"{text} (thousands, or decimals?)"
-    is_decimal = re.fullmatch(
-        r"[1-9]\d{0,2}(\.\d{3})+(,\d+)?|\d+,\d+", text
-    ) and not _AMBIGUOUS.fullmatch(text)
-    if is_european and is_decimal:
-        return text.replace(".", "").replace(",", ".")
+    if has_decimal_commas and re.fullmatch(r"\d+,\d+", text):
+        text = text.replace(",", ".")
     return f"{float(text):.12g}" if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text) else text
 
 
@@ -189,16 +171,15 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
         raise ValueError("LoRA is not modeled; the nearest is training all parameters")
     if missing := [name for name in REQUIRED if name not in texts and name != "micro_batch"]:
         raise ValueError(f"expected {missing[0]} to be stated")
-    recompute, options = _recompute(texts, assumptions)
-    options |= {option for words, option in NOTES.items() if words in note}
+    options = {option for words, option in NOTES.items() if words in note}
+    recompute = _recompute(texts, options, assumptions)
     framework = _find_framework(texts, assumptions)
     if framework == "nanotron":
         options.add("empty_stages")
-    head_dim = re.search(r"head width (\d{1,4})", note)
+    if head_dim := re.search(r"head width (\d{1,4})", note):
+        texts = {"head_dim": head_dim[1], **texts}
     site = validate(_Site, texts)
-    model = validate(
-        Model, {"head_dim": head_dim and head_dim[1], **texts, "name": texts.get("model", "")}
-    )
+    model = _model(tuple(texts.get(name) for name in _MODEL))
     shard = texts.get("shard", "none").lower()
     meanings = {
         "shard": _SHARDS.get(shard, shard),
@@ -224,6 +205,12 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
         Run(model, hardware, layout, site.seq_len, framework, texts.get("group", "")),
         site.step_s,
     )
+
+
+@cache  # tables have few models
+def _model(values: tuple[str | None, ...]) -> Model:
+    sizes = dict(zip(_MODEL, values, strict=True))
+    return validate(Model, {**sizes, "name": sizes["model"] or ""})
 
 
 def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
@@ -258,22 +245,18 @@ def _precision(words: str) -> str:
     return "fp8" if "fp8" in words else words
 
 
-def _recompute(texts: Mapping[str, str], assumptions: list[str]) -> tuple[str, set[str]]:
-    """The column's words as one of three kinds, with a framework's variant of it as options."""
+def _recompute(texts: Mapping[str, str], options: set[str], assumptions: list[str]) -> str:
+    """Return the layout's recomputation from the column's words; a variant is added to options."""
     words = texts.get("recompute", "none")
-    group = texts.get("group", "")
     if words == "not printed":
         assumptions.append("no recomputation")
-        return "none", set()
-    # its remat policies: minimal keeps every matmul, full none, save_qkv_proj three of them
+        return "none"
+    # MaxText's remat policies: minimal keeps every matmul, the others few or none.
     if "maxtext" in words:
-        if "minimal" in words:
-            return "none", set()
-        return "full", set() if "full" in words else {"save_qkv"}
-    if words == "per-op selective" or (
-        words == "selective" and group in ("torchtitan", "titan_blog")
-    ):
-        return "selective", {"op_recompute"}
-    if words == "selective" and group == "fms":
-        return "selective", {"layer_recompute"}
-    return words, set()
+        return "none" if "minimal" in words else "full"
+    if words == "per-op selective":
+        options.add("op_recompute")
+        return "selective"
+    if words == "selective" and texts.get("group") in ("torchtitan", "titan_blog"):
+        options.add("op_recompute")
+    return words

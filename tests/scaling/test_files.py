@@ -99,15 +99,10 @@ SPREADSHEETS = {
     "a decimal comma": _text([GOOD | {"node_network_gbps": "1600,5"}], ";").encode(),
     "UTF-16 with tabs": _text([GOOD], "\t").encode("utf-16"),
     "carriage returns": PLAIN.replace("\n", "\r").encode(),
-    "a separator line": ("sep=;\n" + _text([GOOD], ";")).encode(),
     "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
     "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
-    "thousands with points": (
-        _text([GOOD | {"vocab": "50.368", "node_network_gbps": "1.600,0"}], ";").encode()
-    ),
     "points before decimals": _text([GOOD | {"step_s": "0.500"}], ";").encode(),
     "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
-    "thousands": _text([GOOD | {"hidden": "4,096", "vocab": "50 368"}]).encode(),
     "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
     "powers of ten": _text([GOOD | {"vocab": "5.0368E+04"}]).encode(),
 }
@@ -131,7 +126,6 @@ REFUSED = {
     ),
     "a missing column": (PLAIN.replace("hidden", "width").encode(), "lacks the columns hidden"),
     "bytes": (b"\xff\xfe\x00gpu\xd8", "UTF"),
-    "a zero byte": (PLAIN.replace("zero3", "ze\0ro3").encode(), "zero byte in line 2"),
     "only a header": (",".join(GOOD).encode(), "no rows"),
     "nothing": (b"", "lacks the columns"),
     "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
@@ -153,6 +147,8 @@ def test_other_files_are_refused_in_a_line(case, tmp_path):
     ("change", "separator"),
     [
         ({"vocab": "50.000"}, ","),
+        ({"hidden": "4,096"}, ","),
+        ({"vocab": "50 368"}, ","),
         ({"step_s": "2.345"}, ";"),
         ({"hidden": "4,096"}, ";"),
         ({"vocab": "128,000 000"}, ";"),
@@ -427,7 +423,7 @@ def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
     both = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
     assert read_model(_config(tmp_path, both)).parameters
     unknown = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}
-    with pytest.raises(ValueError, match="`text_config`, is 'qwen3_vl_text'"):
+    with pytest.raises(ValueError, match=r"`text_config`.*got 'qwen3_vl_text'"):
         read_model(_config(tmp_path, unknown))
 
 

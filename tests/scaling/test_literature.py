@@ -7,9 +7,8 @@ from labkit.scaling import memory, read_table
 from labkit.scaling.communication import Group
 from labkit.scaling.models import Model, step_flops
 from labkit.scaling.runs import Runs
-from labkit.scaling.scores import compute_comm_ratio
 from labkit.scaling.step_time import predict_step_s, schedule_s
-from tests.scaling.conftest import at_peak, ideal_constants, run
+from tests.scaling.conftest import run
 
 GIB = 2**30
 
@@ -113,21 +112,6 @@ def test_bubbles_of_the_pipeline_schedules():
     assert bubble / ideal == pytest.approx([63 / 512, 63 / 1024])
 
 
-@pytest.mark.parametrize(
-    ("layers", "pp", "vp", "first", "middle", "last"),
-    [(126, 16, 1, 7, 8, 7), (30, 4, 8, 7, 8, 7), (126, 8, 16, 15, 16, 15), (32, 4, 1, 8, 8, 8)],
-)
-def test_embedding_and_loss_count_as_layers_if_a_recipe_divides_only_so(
-    layers, pp, vp, first, middle, last
-):
-    """arXiv:2407.21783, section 3.3.2: Llama 3 405B has 126 layers so that 126 + 2 divide over the
-    stages."""
-    model = Model(layers=layers, hidden=4096, heads=32, ffn=16384, vocab=51200)
-    stages = Runs([run(model, pp=pp, vp=vp, global_batch=pp)]).stage_layers[0]
-    assert stages.sum() == layers
-    assert (stages[0], stages[1], stages[-1]) == (first, middle, last)
-
-
 def test_nccl_in_a_node_of_a100():
     """nccl-tests' all-reduce of 1 MB to 1 GB: the median error is 5%."""
     rows = [row for row in read_table("nccl_all_reduce_in_a_node") if row["gpu"] == "a100"]
@@ -136,25 +120,3 @@ def test_nccl_in_a_node_of_a100():
     predicted = ring.all_reduce_s(np.array([float(row["bytes"]) for row in rows]))
     measured = np.array([float(row["out_of_place_ns"]) for row in rows]) / 1e9
     assert np.median(np.abs(predicted / measured - 1)) < 0.06
-
-
-@pytest.mark.parametrize(
-    ("one", "kind", "ratio"),
-    [
-        # The scaling book, "Training": FSDP is compute-bound above C/W = 2199 tokens per chip, data
-        # parallelism above 2C/3W, or twice that for gradients of four bytes; (n-1)/n of a ring of
-        # eight.
-        (run(dp=8, shard="zero3", global_batch=8), "sharding", 4096 / (2199 * 7 / 8)),
-        (run(dp=8, global_batch=64, framework="mosaic"), "data", 8 * 4096 / (2 / 3 * 2199 * 7 / 8)),
-        (run(dp=8, global_batch=64), "data", 8 * 4096 / (2 * 2 / 3 * 2199 * 7 / 8)),
-        # 6 * 218.1e6 FLOPs per token and layer, 8 half rings of 2 * 4096 bytes
-        (run(tp=2), "tensor", 9.08),
-        (run(tp=8), "tensor", 9.08 / 7),
-        # arXiv:2104.04473, section 2.2: (p - 1) / m, over v if interleaved
-        (run(_gpt(128, 2048, 16), "a100", pp=64, vp=2, global_batch=512), "pipeline", 1024 / 63),
-    ],
-)
-def test_when_parallelism_breaks_even(one, kind, ratio):
-    ratios = compute_comm_ratio(Runs([at_peak(one)], ideal_constants()))
-    assert ratios[kind][0] == pytest.approx(ratio, rel=0.01)
-    assert {name for name, values in ratios.items() if np.isfinite(values[0])} == {kind}

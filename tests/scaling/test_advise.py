@@ -1,4 +1,4 @@
-"""`labkit advise` as a reader meets it: answers, pages, and many ways to ask for the impossible."""
+"""`labkit advise` as a reader meets it: answers, and many ways to ask for the impossible."""
 
 import json
 import re
@@ -7,13 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from labkit.lab.advise.diagnosis import report_diagnosis
-from labkit.lab.advise.report import report_advice
-from labkit.lab.advise.request import Options, make_request, read_options
-from labkit.scaling.advice import SUMS, advise, round_batch, sums_s
+from labkit.advise.advice import advise, round_batch
+from labkit.advise.explain import explain
+from labkit.advise.report import report_advice, report_diagnosis
+from labkit.advise.request import Options, make_request, read_options
 from labkit.scaling.published import nearest
 from labkit.scaling.runs import PRECISIONS, RECOMPUTE, SHARDS
-from labkit.scaling.slowdown_causes import explain
 from tests.scaling.test_files import LLAMA
 
 USUAL = {
@@ -54,7 +53,6 @@ WRONG = {
     "apply on other GPUs": [*_options(), "--apply"],
     "a model too large for here": ["--model", "llama-3-8b"],
     "options of many GPUs alone": ["--network-gbps", "100"],
-    "applied to a page": ["--apply", "--output", "page.html"],
     "model with a line break": _options(model="a\nb"),
     "no gpu": _options(gpu=None),
     "unknown gpu": _options(gpu="tpu-v5"),
@@ -76,8 +74,6 @@ WRONG = {
     "runs without times": _options(calibrate="untimed.csv"),
     "predictions": _options(calibrate="predicted.csv"),
     "a config of another architecture": _options(model="mixtral.json"),
-    "a folder for a page": _options(output="."),
-    "a page that is no page": _options(output="page.pdf"),
     "an unknown option": [*_options(), "--gpuz", "8"],
     "an option without its value": [*_options(), "--tp"],
     "LoRA": [*_options(), "--lora"],
@@ -114,8 +110,7 @@ def test_a_wrong_question_is_one_line_status_2_and_nothing_written(case, run_pro
     )
     (tmp_path / "mixtral.json").write_text(json.dumps(LLAMA | {"model_type": "mixtral"}))
     before = sorted(tmp_path.iterdir())
-    page = [] if "--output" in WRONG[case] else ["--output", "page.html"]
-    status, out, err = run_program(*WRONG[case], *page)
+    status, out, err = run_program(*WRONG[case])
     assert status == 2
     assert len(err.strip().splitlines()) == 1, err
     assert "Traceback" not in err
@@ -133,30 +128,12 @@ def test_the_answer_stands_on_one_screen_with_the_verdict_first(run_program):
     assert max(len(line) for line in screen) <= 150
     for word in (
         "tokens per second",
-        "tokens per day",
         "GPU-hours",
         "MFU",
         "network twice as fast",
         "(predicted)",
     ):
         assert word in out
-
-
-def test_a_page_is_one_file_without_requests_and_escapes_its_input(run_program, tmp_path):
-    folder = tmp_path / "<b>model & co"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    status, out, _ = run_program(
-        *_options(model=str(folder), gpus="64"), "--pp", "8", "--output", "page.html"
-    )
-    assert status == 0
-    assert out.splitlines()[-1] == "page: page.html"
-    page = (tmp_path / "page.html").read_text()
-    assert not re.search(r"(src|href)=\"(?!#|data:)", page)
-    assert "<b>model" not in page
-    assert "8 of 8" in page
-    _, named, _ = run_program(*_options(gpus="64"), "--pp", "8")
-    assert named.splitlines()[3:] == out.splitlines()[3:-1]
 
 
 def test_what_does_not_fit_comes_with_a_change(run_program):
@@ -175,20 +152,14 @@ def test_advice_adds_up(changes):
     assert advice.best
     assert all(one.out_of_memory < 0.5 for one in advice.best)
     for one in advice.best:
-        assert sum(sums_s(one).values()) == pytest.approx(one.step_s)
+        assert sum(one.sums_s.values()) == pytest.approx(one.step_s)
     peak = max(sum(parts.values()) for parts in advice.first.memory_gib)
     assert peak == pytest.approx(advice.first.peak_gib)
-    assert not {one.layout for one in advice.best} & {
-        one.prediction.layout for one in advice.runners_up
-    }
-    assert {one.cause for one in advice.runners_up} <= {*SUMS, "memory", "unstable"}
-    assert bool(advice.remedies) != advice.first.has_room
+    assert not {one.layout for one in advice.best} & {one.layout for one in advice.others}
+    assert bool(advice.remedy) != advice.first.has_room
     report = report_advice(question, advice, nearest(question.request.run(advice.first.layout)))
-    assert [section.mark for section in report.sections].count("published") == 1
-    assert "nearest published" in report.notes[-1] + report.notes[0] + report.notes[1]
-    assert list((report.sections[1].steps or report.sections[2].steps).values()) == list(
-        advice.best
-    )
+    assert sum("(published)" in section.title for section in report.sections) == 1
+    assert "nearest published" in report.notes[0]
 
 
 def test_a_reserve_is_kept_free():

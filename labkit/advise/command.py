@@ -1,20 +1,16 @@
-"""The command `labkit advise`: its options, the answer on a screen, and the same as a page."""
+"""The command `labkit advise`: its options, and the answer on a screen."""
 
-import shlex
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from labkit.lab.advise.request import Options, flag, make_request, read_options
+from labkit.advise.request import Options, flag, make_request, read_options
 from labkit.lab.commands.console import number, print_json
 from labkit.lab.config import ParameterError
-from labkit.lab.project import check_page, is_full_disk, path_from_here, write_file
 
 if TYPE_CHECKING:
-    from labkit.lab.advise.text import Report, Section
+    from labkit.advise.text import Report
     from labkit.scaling.prediction import Prediction
 
 
@@ -71,7 +67,6 @@ def advise(
     micro_batch: Annotated[Text, _option("Sequences per micro-batch of a rank.")] = None,
     recompute: Annotated[Text, _option("none, selective or full.")] = None,
     lora: Annotated[bool, typer.Option("--lora", hidden=True)] = False,
-    output: Annotated[Text, _option("Also write a page, one HTML file.")] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Print this machine's best configuration as Python.")
     ] = False,
@@ -84,7 +79,6 @@ def advise(
 ) -> None:
     """Recommend layouts for a training on many GPUs; with --apply, a configuration for this
     machine."""
-    page = None if output is None else Path(output)
     predictions = list["Prediction"]()
     try:
         if lora:
@@ -94,18 +88,11 @@ def advise(
             )
         options = read_options({name: context.params[name] for name in Options.model_fields})
         if apply:
-            lines = [_apply(options, page, explain)]
+            lines = [_apply(options, explain)]
         else:
-            report, predictions = _advise(options, explain, page)
+            report, predictions = _advise(options, explain)
             lines = [*report.lines()]
-            if page is not None:
-                _write_page(report, page)
-                lines.append(f"page: {path_from_here(page)}")
-    except BrokenPipeError:
-        raise
     except (ValueError, OSError) as error:
-        if is_full_disk(error):
-            raise  # it names the file
         raise ParameterError(str(error)) from None
     if as_json:
         print_json("advise", prediction_numbers(predictions), answer=lines)
@@ -113,13 +100,11 @@ def advise(
         print("\n".join(lines))
 
 
-def _advise(
-    options: Options, explain: bool, page: Path | None
-) -> tuple["Report", list["Prediction"]]:
+def _advise(options: Options, explain: bool) -> tuple["Report", list["Prediction"]]:
     """Answer the question, after every refusal."""
-    from labkit.lab.advise.diagnosis import report_diagnosis
-    from labkit.lab.advise.report import report_advice
-    from labkit.scaling import advice, slowdown_causes
+    from labkit.advise.advice import advise as find_advice
+    from labkit.advise.explain import explain as diagnose
+    from labkit.advise.report import report_advice, report_diagnosis
     from labkit.scaling.published import nearest
 
     if explain != bool(options.named("tokens_per_second", "mfu")):
@@ -128,26 +113,22 @@ def _advise(
         )
     question = make_request(options)
     request = question.request
-    if page is not None:
-        check_page(page)
     if explain:
         mfu = None if options.mfu is None else options.mfu / 100
         speed = options.tokens_per_second
-        causes = slowdown_causes.explain(
-            request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified
-        )
+        causes = diagnose(request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified)
         return report_diagnosis(question, causes), [causes.expected]
-    best = advice.advise(request)
+    best = find_advice(request)
     report = report_advice(question, best, nearest(request.run(best.first.layout)))
     return report, list(best.best or [best.first])
 
 
-def _apply(options: Options, page: Path | None, explain: bool) -> str:
+def _apply(options: Options, explain: bool) -> str:
     """Return this machine's combined configuration as Python, from its newest runs."""
     from labkit.lab.recommended import recommended_code
 
     other = [name for name in options.named() if name not in ("model", "sequence")]
-    other += ["output"] * (page is not None) + ["explain"] * explain
+    other += ["explain"] * explain
     if other:
         raise ValueError(
             f"expected --apply without {flag(other[0])}: it prints Python for this machine"
@@ -168,26 +149,3 @@ def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str
         yield number(
             str(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts
         )
-
-
-def _write_page(report: "Report", page: Path) -> None:
-    """Write the page, with all rows of every table and the steps as figures."""
-    import pandas as pd
-
-    from labkit.lab.advise.notebook import draw_steps
-    from labkit.lab.pages import cards
-    from labkit.lab.pages.html import render
-
-    def show(section: "Section") -> dict[str, Any]:
-        table = cards.table(pd.DataFrame(section.rows, columns=list(section.headings))).data
-        alt = "The parts of a step in seconds."
-        figure = (
-            cards.figure(draw_steps(section.steps), alt, "steps").on_page if section.steps else ""
-        )
-        return {"title": section.title, "mark": section.mark, "table": table, "figure": figure}
-
-    command = shlex.join(["labkit", *sys.argv[1:]])
-    sections = [show(section) for section in report.sections]
-    write_file(
-        page, render("advice_page.html.j2", command=command, report=report, sections=sections)
-    )

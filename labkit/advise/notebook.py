@@ -1,27 +1,17 @@
-"""Advice in a notebook: rankings as frames, and the parts of steps as waterfalls."""
+"""Advice in a notebook: rankings and the parts of steps as frames."""
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from labkit.lab.advise.report import number_steps, report_advice
-from labkit.lab.advise.request import Options, make_request, read_options
-from labkit.lab.advise.text import PREDICTED
+from labkit.advise.advice import advise
+from labkit.advise.report import report_advice
+from labkit.advise.request import Options, make_request, read_options
 from labkit.lab.config import ParameterError
-from labkit.lab.figures import Timeline
-from labkit.lab.figures.draw import draw_frame
-from labkit.lab.figures.plot import Plot
-from labkit.scaling.advice import advise, sums_s
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import nearest
 from labkit.scaling.search import rank
-
-MIN_SHARE = 5e-3
-"""Share of a step from which on a part is plotted."""
-WHOLE = "step"
 
 
 class Plan:
@@ -48,9 +38,9 @@ class Plan:
         rows = [_row(one) for one in rank(self.question.request).proposed(count)]
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
-    def waterfall(self) -> Plot:
-        """Draw the parts of the best layouts' steps, numbered as in the ranking."""
-        return draw_steps(number_steps(self.advice))
+    def parts(self) -> pd.DataFrame:
+        """Return seconds of the parts of the best layouts' steps, one layout per row."""
+        return parts({str(one.layout): one for one in self.advice.best or [self.advice.first]})
 
     def but(self, **changes: Any) -> "Plan":
         """Return the plan with other values: `plan.but(gpus=128, network_gbps=400)`.
@@ -80,9 +70,15 @@ def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def waterfall(plans: Mapping[str, Plan]) -> Plot:
-    """Return the parts of each plan's best step, one panel each."""
-    return draw_steps({name: plan.advice.first for name, plan in plans.items()})
+def compare_parts(plans: Mapping[str, Plan]) -> pd.DataFrame:
+    """Return seconds of the parts of each plan's best step, one plan per row."""
+    return parts({name: plan.advice.first for name, plan in plans.items()})
+
+
+def parts(steps: Mapping[str, Prediction]) -> pd.DataFrame:
+    """Return seconds of the parts of steps, one step per row; a part that none has is left out."""
+    frame = pd.DataFrame({name: one.sums_s for name, one in steps.items()}).T
+    return frame.loc[:, (frame > 0).any()]
 
 
 def _row(one: Prediction) -> dict[str, object]:
@@ -98,38 +94,4 @@ def _row(one: Prediction) -> dict[str, object]:
         "mfu_percent": 100 * one.mfu,
         "peak_gib": one.peak_gib,
         "out_of_memory": one.out_of_memory,
-    }
-
-
-def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
-    """Draw steps as waterfalls, a panel each.
-
-    A box per part, which begins where the one above ends, and the whole step.
-    """
-    rows = [row for name, one in steps.items() for row in _boxes(name, one)]
-    frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts == WHOLE, kind="stable")
-    is_large = frame["duration_s"] > MIN_SHARE * frame.groupby("layout")["duration_s"].transform(
-        "max"
-    )
-    frame = frame[is_large.groupby(frame["part"]).transform("any")]
-    plot = draw_frame(Timeline(panel="layout", lane="part"), frame)
-    return replace(plot, data=plot.data.assign(source=PREDICTED))
-
-
-def _boxes(name: str, one: Prediction) -> Iterator[dict[str, object]]:
-    """Yield a row per part of a step, and one of the whole step with its interval."""
-    start_s = 0.0
-    box = {"layout": name, "low": math.nan, "high": math.nan}
-    for part, seconds in sums_s(one).items():
-        if seconds > 0:
-            yield box | {"part": part, "start_s": start_s, "duration_s": seconds}
-        start_s += seconds
-    low, high = one.interval_90
-    yield {
-        "layout": name,
-        "low": low,
-        "high": high,
-        "part": WHOLE,
-        "start_s": 0.0,
-        "duration_s": start_s,
     }

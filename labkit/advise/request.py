@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from labkit.advise.advice import round_batch
 from labkit.lab.project import kind_of_path
 from labkit.scaling import first_problem
-from labkit.scaling.advice import round_batch
-from labkit.scaling.calibration import CALIBRATED, as_calibrated, calibrate
-from labkit.scaling.constants import find_framework
+from labkit.scaling.calibration import as_calibrated, calibrate
+from labkit.scaling.constants import CALIBRATED, GENERIC, find_framework
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.models import find_model, read_model
 from labkit.scaling.prediction import predict_runs
-from labkit.scaling.published import GENERIC, load_ground
+from labkit.scaling.published import load_published
 from labkit.scaling.runs import Run
 from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
@@ -181,7 +181,7 @@ def _framework(name: str | None, assumptions: list[str]) -> str:
         return GENERIC
     framework = find_framework(name)
     if framework is None:
-        known = ", ".join(sorted(load_ground().frameworks))
+        known = ", ".join(sorted({*load_published().framework.tolist()} - {GENERIC}))
         raise ValueError(
             f"expected --framework among {known}; got {name[:40]!r}: leave it out, or name the one"
             " whose code is nearest"

@@ -1,41 +1,23 @@
-"""A report of `labkit advise`: its sections, and its numbers in words.
+"""The parts of a report of `labkit advise`, and its numbers in words."""
 
-Every table says where its numbers come from.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from labkit.lab.commands.console import table_lines
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.search import Request
 
-PREDICTED = "predicted"
-PUBLISHED = "published"
-YOURS = "measured by you"
-RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
 CLEAR = 0.03
 """A predicted difference below this is a tie."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a heading; `mark` says where its numbers come from.
-
-    Rows beyond `max_rows` and a figure of `steps` are only on the page.
-    """
+    """A table; its title ends with where its numbers come from."""
 
     title: str
-    mark: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    max_rows: int | None = 6
-    steps: Mapping[str, Prediction] = field(default_factory=dict)
-
-    def lines(self) -> Iterator[str]:
-        """Yield the title, the headings and the rows that fit on a screen."""
-        yield f"{self.title} ({self.mark})"
-        yield from (f"  {line}" for line in table_lines(self.rows[: self.max_rows], *self.headings))
 
 
 @dataclass(frozen=True)
@@ -52,22 +34,21 @@ class Report:
         """Yield the report on one screen of a terminal."""
         yield from (self.verdict, self.headline, f"  {self.about}")
         for section in self.sections:
-            yield from ("", *section.lines())
+            yield from ("", section.title)
+            yield from (f"  {line}" for line in table_lines(section.rows, *section.headings))
         yield from ("", *self.notes)
 
 
 def describe_request(request: Request) -> str:
     """Return model, GPUs, batch and precision in one line."""
     hardware = request.hardware
-    nodes = (
-        f", {hardware.network_gbps:g} Gb/s per node"
-        if request.gpus > hardware.gpus_per_node
-        else ""
-    )
+    network = ""
+    if request.gpus > hardware.gpus_per_node:
+        network = f", {hardware.network_gbps:g} Gb/s per node"
     return (
         f"{request.model.name} ({format_count(float(request.model.parameters))} parameters) on"
-        f" {request.gpus} x {hardware.name}{nodes}; {format_count(request.tokens)} tokens per step,"
-        f" sequences of {request.seq_len}, {request.precision}"
+        f" {request.gpus} x {hardware.name}{network}; {format_count(request.tokens)} tokens per"
+        f" step, sequences of {request.seq_len}, {request.precision}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Why a training is slow: against its prediction and the nearest measured runs, and likely causes.
+"""Why a training is slow, as numbers: its prediction, the nearest measured runs, likely causes.
 
 The causes are those that public threads name most.
 """
@@ -6,7 +6,6 @@ The causes are those that public threads name most.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from labkit.scaling.communication import Group
 from labkit.scaling.intervals import peak_s
 from labkit.scaling.models import step_flops
 from labkit.scaling.prediction import Prediction, predict
@@ -60,13 +59,6 @@ class Diagnosis:
     """Causes that could explain everything first, then by the share that they explain."""
 
     @property
-    def interval_mfu(self) -> tuple[float, float]:
-        """The 90% interval of the predicted MFU."""
-        low_s, high_s = self.expected.interval_90
-        flops = self.expected.mfu * self.expected.step_s
-        return flops / high_s, flops / low_s
-
-    @property
     def neighbor_mfu(self) -> tuple[float, float] | None:
         """Least and largest MFU of the published runs like this one, by labkit's convention."""
         alike = [row.run for row in self.neighbors if row.distance <= LIKE_YOURS]
@@ -86,14 +78,10 @@ class Diagnosis:
     def convention(self) -> str | None:
         """The convention that gives the reported MFU; None if none does or none was reported."""
         reported = self.reported_mfu
-        errors = (
-            {name: abs(mfu / reported - 1) for name, mfu in self.conventions.items()}
-            if reported
-            else {}
-        )
-        return min(
-            (name for name in errors if errors[name] <= SAME), key=errors.__getitem__, default=None
-        )
+        if reported is None:
+            return None
+        name, mfu = min(self.conventions.items(), key=lambda item: abs(item[1] / reported - 1))
+        return name if abs(mfu / reported - 1) <= SAME else None
 
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
@@ -168,13 +156,10 @@ def _conventions(request: Request, layout: Layout, measured: float) -> dict[str,
         "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
         "only the causal half of the scores": causal_share(request),
         "6 FLOPs per parameter, no attention": 6 * model.parameters / whole,
-        **(
-            {"recomputation counted (hardware FLOPs)": 1 + again / whole}
-            if layout.recompute == "full"
-            else {}
-        ),
         "over the peak with sparsity, twice the dense one": 0.5,
     }
+    if layout.recompute == "full":
+        shares["recomputation counted (hardware FLOPs)"] = 1 + again / whole
     return {name: float(measured * share) for name, share in shares.items()}
 
 
@@ -189,21 +174,20 @@ def _causes(
         return Cause(name, check, predict(changed.run(layout), changed.constants).mfu)
 
     yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0)
-    options = ["sequence"] * ("sequence" in unspecified) + ["micro_batch"] * (
-        "micro_batch" not in fixed
-    )
-    if options:
-        seq_len = min(SHORT_SEQUENCE, request.seq_len) if "sequence" in options else request.seq_len
+    seq_len = request.seq_len
+    micro_batch = layout.micro_batch
+    unset = []
+    if "sequence" in unspecified:
+        seq_len = min(SHORT_SEQUENCE, seq_len)
+        unset.append("--sequence")
+    if "micro_batch" not in fixed:
+        micro_batch = 1
+        unset.append("--micro-batch")
+    if unset:
+        name = f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}"
         short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
-        micro_batch = 1 if "micro_batch" in options else layout.micro_batch
         least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
-        check = "add " + " and ".join(f"--{name.replace('_', '-')}" for name in options)
-        yield cause(
-            f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}",
-            check,
-            short,
-            least,
-        )
+        yield cause(name, f"add {' and '.join(unset)}", short, least)
     if "recompute" not in fixed and layout.recompute != "full":
         yield cause(
             "every layer recomputed", "add --recompute", request, replace(layout, recompute="full")
@@ -221,25 +205,23 @@ def _causes(
     unfused = replace(request, constants=constants, framework="unfused")
     yield cause("attention that writes its scores to memory", "labkit report attention", unfused)
     if request.gpus > 1:
-        name, slower = _slow_network(request, layout, bus_gb_s)
+        name, slower = _slow_network(request, bus_gb_s)
         yield cause(name, "labkit report all_reduce; nccl-tests between nodes", slower)
 
 
-def _slow_network(request: Request, layout: Layout, bus_gb_s: float) -> tuple[str, Request]:
+def _slow_network(request: Request, bus_gb_s: float) -> tuple[str, Request]:
     """A cause's name, and the request with the measured bandwidth, or with a tenth of the network.
 
     Links inside a node may be at fault as well, if nobody measured.
     """
     hardware = request.hardware
     if bus_gb_s:
-        runs = Runs([request.run(layout)], request.constants)
-        expected_gb_s = Group(runs, runs.gpus, 1).bytes_per_s[0] / 1e9
-        name = f"an all-reduce at {bus_gb_s:.0f} GB/s, {expected_gb_s:.0f} expected"
+        declared_gb_s = hardware.network_gbps / 8
+        name = f"an all-reduce at {bus_gb_s:.0f} GB/s, {declared_gb_s:.0f} expected at most"
         return name, replace(request, hardware=replace(hardware, bus_gb_s=bus_gb_s))
-    link_gb_s = min(hardware.link_gb_s, PCIE_GB_S)
+    slow = replace(hardware, link_gb_s=min(hardware.link_gb_s, PCIE_GB_S))
     name = "GPUs that talk over PCIe instead of NVLink"
-    if request.gpus <= hardware.gpus_per_node:
-        return name, replace(request, hardware=replace(hardware, link_gb_s=link_gb_s))
-    network_gbps = hardware.network_gbps / 10
-    slow = replace(hardware, link_gb_s=link_gb_s, network_gbps=network_gbps)
-    return f"{name}, a network down to a tenth", replace(request, hardware=slow)
+    if request.gpus > hardware.gpus_per_node:
+        slow = replace(slow, network_gbps=hardware.network_gbps / 10)
+        name += ", a network down to a tenth"
+    return name, replace(request, hardware=slow)

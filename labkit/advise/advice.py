@@ -1,0 +1,197 @@
+"""Advice as numbers: what fits, the best layouts, the best of other strategies, what would help."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor, gcd
+from typing import Any
+
+import numpy as np
+
+from labkit.scaling.hardware import HARDWARE
+from labkit.scaling.prediction import Prediction
+from labkit.scaling.runs import SHARDS, Layout
+from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
+
+ROUNDED = 0.06
+"""A batch may differ by this share from the request, so that it divides over more ranks."""
+LARGER = ("A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB", "MI300X-192GB")
+"""GPUs that can be rented by the node, by memory."""
+GPU_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another request and its best layout; None if nothing fits."""
+
+    name: str
+    request: Request
+    prediction: Prediction | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.request.tokens / self.prediction.step_s if self.prediction else 0.0
+
+    @property
+    def has_room(self) -> bool:
+        return self.prediction is not None and self.prediction.has_room
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Up to three layouts, the best of other strategies, and changes to consider."""
+
+    request: Request
+    best: Sequence[Prediction]
+    """Empty if nothing fits."""
+    first: Prediction
+    """The best layout, else the one that needs the least memory."""
+    others: Sequence[Prediction]
+    """The best layout of each other strategy, or the one with the least memory if none fits."""
+    changes: Sequence[Change]
+    """What would make room if memory is short, then variations of the request if it fits."""
+
+    @property
+    def remedy(self) -> str | None:
+        """The first change that makes the training fit, with room to spare if one does."""
+        if self.first.has_room:
+            return None
+        fitting = [change for change in self.changes if change.prediction]
+        fitting.sort(key=lambda change: not change.has_room)
+        return fitting[0].name if fitting else None
+
+
+def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
+    """Return sequences per step: exactly `tokens` if that is whole, else a near number.
+
+    One that many ranks and batches divide.
+
+    ValueError for fewer tokens than one sequence.
+    """
+    if tokens < seq_len:
+        raise ValueError(
+            f"expected a sequence or more per step: {tokens:.0f} tokens are less than {seq_len}"
+        )
+    sequences = tokens / seq_len
+    if sequences == int(sequences):
+        return int(sequences)
+    near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
+    return max(
+        (*near, round(sequences)),
+        key=lambda count: (
+            gcd(count, gpus),
+            gcd(count, MAX_MICRO_BATCH * gpus),
+            -abs(count - sequences),
+        ),
+    )
+
+
+def advise(request: Request) -> Advice:
+    """Find the best layouts and changes to consider.
+
+    ValueError, with the reason, if no layout is possible.
+    """
+    ranking = rank(request)
+    best = ranking.proposed()
+    first = ranking.first()
+    changes = [] if first.has_room else list(_remedies(request))
+    if not best:
+        return Advice(request, best, first, [], changes)
+    changes += [_answer(name, changed) for name, changed in _variations(request)]
+    return Advice(request, best, first, _other_strategies(ranking, best), changes)
+
+
+def strategy(layout: Layout) -> str:
+    """Name of a layout's strategy."""
+    if layout.cp > 1:
+        return "context parallel"
+    names = {
+        (True, False): "tensor parallel",
+        (False, True): "pipeline",
+        (True, True): "tensor and pipeline",
+    }
+    return names.get((layout.tp > 1, layout.pp > 1), SHARDS[layout.shard])
+
+
+def _other_strategies(ranking: Ranking, best: Sequence[Prediction]) -> list[Prediction]:
+    predictions = ranking.predictions
+    first = dict[str, int]()
+    for row in (*ranking.order, *np.argsort(predictions.peak_gib)):
+        first.setdefault(strategy(predictions.runs.origin[row].layout), int(row))
+    proposed = {one.layout for one in best}
+    others = [predictions.prediction(row) for _, row in sorted(first.items())]
+    return [one for one in others if one.layout not in proposed]
+
+
+def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
+    """Find the best layout of another request, with room to spare if one has it.
+
+    None if nothing fits.
+    """
+    try:
+        ranking = rank(request)
+    except ValueError:
+        return Change(name, request, None)
+    rows = ranking.order
+    if with_room:
+        rows = [row for row in rows if ranking.predictions.has_room[row]] or rows
+    return Change(name, request, ranking.predictions.prediction(rows[0]) if rows else None)
+
+
+def _remedies(request: Request) -> Iterator[Change]:
+    """Yield of each kind of change the first that leaves room to spare, else its last.
+
+    Another layout, no fixed values, more or larger GPUs, shorter sequences.
+    """
+    fixed = request.fixed
+
+    def without(name: str) -> dict[str, Any]:
+        return {other: value for other, value in fixed.items() if other != name}
+
+    # A layout with less memory may be slower, which is why it was not the best.
+    kinds = [[("a layout that needs less memory", request)]]
+    for name, value in fixed.items():
+        title = f"not {name.replace('_', '-')} {value}"
+        kinds.append([(title, replace(request, fixed=without(name)))])
+    more = [factor * request.gpus for factor in GPU_FACTORS]
+    kinds.append([(f"{n} GPUs", replace(request, fixed=without("dp"), gpus=n)) for n in more])
+    present = request.hardware
+    cards = [
+        HARDWARE[name].with_network(
+            network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node
+        )
+        for name in LARGER
+        if HARDWARE[name].memory_gib > present.memory_gib
+    ]
+    kinds.append([(f"{request.gpus} x {c.name}", replace(request, hardware=c)) for c in cards])
+    if request.seq_len % 2 == 0:
+        half = request.seq_len // 2
+        shorter = replace(request, seq_len=half, global_batch=2 * request.global_batch)
+        kinds.append([(f"sequences of {half}", shorter)])
+    for kind in kinds:
+        change = None
+        for name, changed in kind:
+            change = _answer(name, changed, with_room=True)
+            if change.has_room:
+                break
+        if change is not None and change.prediction is not None:
+            yield change
+
+
+def _variations(request: Request) -> Iterator[tuple[str, Request]]:
+    """The request with another network, number of GPUs, sequence, batch or precision."""
+    hardware = request.hardware
+    gpus = request.gpus
+    batch = request.global_batch
+    if gpus > hardware.gpus_per_node:
+        for name, factor in (("network twice as fast", 2.0), ("network ten times slower", 0.1)):
+            changed = hardware.with_network(network_gbps=factor * hardware.network_gbps)
+            yield name, replace(request, hardware=changed)
+    if gpus % 2 == 0:
+        yield "half the GPUs", replace(request, gpus=gpus // 2)
+    yield "twice the GPUs", replace(request, gpus=2 * gpus)
+    if batch % 2 == 0:
+        longer = replace(request, seq_len=2 * request.seq_len, global_batch=batch // 2)
+        yield "sequences twice as long", longer
+        yield "half the tokens per step", replace(request, global_batch=batch // 2)
+    if request.precision != "fp8" and hardware.fp8_ratio > 1:
+        yield "fp8 matmuls", replace(request, precision="fp8")

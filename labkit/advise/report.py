@@ -1,0 +1,264 @@
+"""The answers of `labkit advise` in words: a verdict, a sentence, tables that say their source."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from labkit.advise.advice import Advice, strategy
+from labkit.advise.explain import Cause, Diagnosis, causal_share
+from labkit.advise.request import AdviceRequest, flag
+from labkit.advise.text import (
+    CLEAR,
+    Report,
+    Section,
+    describe_request,
+    format_change,
+    format_count,
+    format_percent,
+    memory_text,
+    peak_text,
+    with_interval,
+)
+from labkit.lab.units import counted, format_seconds, join_words
+from labkit.scaling.prediction import FITS_SHARE, Prediction
+from labkit.scaling.published import Neighbor
+
+RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
+MAX_ROWS = 6
+"""Rows of a table on a screen; the first stages of a pipeline are the fullest."""
+
+
+def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
+    """Report the verdict first, then memory, layouts, what would change the answer, its error."""
+    verdict, headline = _advice_verdict(advice)
+    sections = [_memory(advice.first)]
+    if advice.best:
+        sections.append(_best(request, advice))
+    if advice.others:
+        losers = [
+            (strategy(one.layout), str(one.layout), _compare(one, advice)) for one in advice.others
+        ]
+        headings = ("strategy", "its best", "against the best")
+        sections.append(Section("Why the others lose (predicted)", headings, losers))
+    sections += [_changes(advice), _nearest(rows)]
+    about = describe_request(request.request)
+    return Report(verdict, headline, about, sections, list(_notes(request, rows, advice.first)))
+
+
+def _advice_verdict(advice: Advice) -> tuple[str, str]:
+    first = advice.first
+    memory = advice.request.usable.memory_gib
+    remedy = advice.remedy
+    if not advice.best:
+        least = f"{peak_text(first)} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
+        change = f" Change first: {remedy}." if remedy else ""
+        return f"No, it does not fit: {least}.", f"Least memory: {first.layout}.{change}"
+    step = with_interval(first, float, format_seconds)
+    headline = f"Use {first.layout}: {step} per step, {format_percent(first.mfu)} MFU (predicted)."
+    fit = f"{peak_text(first)} of {memory:.0f} GiB per GPU"
+    if first.has_room:
+        return f"Yes, it fits: {fit}.", headline
+    if remedy:
+        headline += f" Safer: {remedy}."
+    if first.fits:
+        return f"Only just: {fit}, and steps may become slow.", headline
+    risk = format_percent(first.out_of_memory)
+    return f"It may fit: {fit}, {risk} risk of running out.", headline
+
+
+def _memory(first: Prediction) -> Section:
+    names = list(first.memory_gib[0])
+    rows = [
+        (f"{stage} of {len(first.memory_gib)}", *(f"{parts[name]:.1f}" for name in names))
+        for stage, parts in enumerate(first.memory_gib[:MAX_ROWS], start=1)
+    ]
+    title = f"Memory per GPU in GiB: {first.layout} (predicted)"
+    return Section(title, ("stage", *names), rows)
+
+
+def _best(request: AdviceRequest, advice: Advice) -> Section:
+    columns = [_column(request, one) for one in advice.best]
+    title = f"The best {counted(len(columns), 'layout')}, with 90% intervals (predicted)"
+    headings = ("place", *(str(place + 1) for place in range(len(columns))))
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    return Section(title, headings, rows)
+
+
+def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
+    """Return a layout's cells by row."""
+    request = advice_request.request
+    layout = one.layout
+    tokens = request.tokens
+    steps = advice_request.budget / tokens
+    hours = steps * one.step_s / 3600 * request.gpus
+    return {
+        "arrangement": str(layout),
+        "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
+        "recomputes": RECOMPUTED[layout.recompute],
+        "memory": memory_text(one, request.usable.memory_gib),
+        "step": with_interval(one, float, format_seconds),
+        "MFU, all scores counted": with_interval(
+            one, lambda step_s: one.mfu * one.step_s / step_s, format_percent
+        ),
+        "MFU, causal half": format_percent(one.mfu * causal_share(request)),
+        "tokens per second": with_interval(one, lambda step_s: tokens / step_s, format_count),
+        f"days, {format_count(advice_request.budget)} tokens": with_interval(
+            one, lambda step_s: steps * step_s / 86400, "{:.3g}".format
+        ),
+        "GPU-hours": format_count(hours),
+    }
+
+
+def _compare(one: Prediction, advice: Advice) -> str:
+    """Return why a layout loses against the best one, in a few words."""
+    best = advice.first
+    memory = memory_text(one, advice.request.usable.memory_gib)
+    if not one.may_fit:
+        return f"does not fit: {memory}"
+    if one.is_unstable and not best.is_unstable:
+        return f"{memory}: steps become slow so near the limit"
+    slower = one.step_s / best.step_s - 1
+    change = format_change(slower)
+    if abs(slower) < CLEAR:
+        return change
+    if slower < 0:
+        return f"{change}, but {'further from published runs' if one.has_room else memory}"
+    usual = best.sums_s
+    lost = {name: seconds - usual[name] for name, seconds in one.sums_s.items()}
+    return f"{change}: {max(lost, key=lost.__getitem__)}"
+
+
+def _changes(advice: Advice) -> Section:
+    base = advice.request.tokens / advice.first.step_s
+    rows = []
+    for change in advice.changes:
+        one = change.prediction
+        if one is None:
+            rows.append((change.name, "does not fit", "", ""))
+            continue
+        speed = format_count(change.tokens_per_s)
+        if advice.best:
+            speed = format_change(change.tokens_per_s / base - 1)
+        layout = "the same" if one.layout == advice.first.layout else str(one.layout)
+        rows.append((change.name, speed, f"{one.peak_gib:.0f} GiB", layout))
+    headings = ("if", "tokens per second", "memory", "best layout then")
+    return Section("What would change the answer (predicted)", headings, rows)
+
+
+def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis) -> Report:
+    """Report the verdict, then possible causes, published runs, and the predicted parts."""
+    expected = diagnosis.expected
+    sections = []
+    if diagnosis.causes:
+        title = "Possible causes, each alone and at its worst (predicted)"
+        headings = ("cause", "MFU it leaves", "share of the gap", "check")
+        causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes]
+        sections.append(Section(title, headings, causes))
+    peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
+    title = f"The same throughput by every convention; the dense peak is {peak} (measured by you)"
+    counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
+    parts = [
+        (name, format_seconds(value), format_percent(value / expected.step_s))
+        for name, value in sorted(expected.sums_s.items(), key=lambda part: -part[1])
+        if value
+    ]
+    sections += [
+        _nearest(diagnosis.neighbors),
+        Section(title, ("counted as", "MFU"), counted_as),
+        Section("Parts of the predicted step", ("part", "seconds", "share"), parts),
+    ]
+    about = f"{describe_request(request.request)}; {expected.layout}"
+    notes = list(_notes(request, diagnosis.neighbors, expected))
+    return Report(_verdict(diagnosis), _headline(diagnosis), about, sections, notes)
+
+
+def _verdict(diagnosis: Diagnosis) -> str:
+    expected = diagnosis.expected
+    low_s, high_s = expected.interval_90
+    reached = diagnosis.neighbor_mfu
+    other = diagnosis.other_layout
+    if diagnosis.step_s > high_s:
+        return f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
+    if diagnosis.is_slow and reached:
+        least, most = (mfu / diagnosis.mfu for mfu in reached)
+        return f"Slower than runs like yours: {least:.1f} to {most:.1f} times the step."
+    if other:
+        factor = expected.step_s / other.step_s
+        return f"Its layout is slow: another is predicted {factor:.1f} times as fast."
+    if diagnosis.step_s < low_s:
+        return f"Faster than predicted: {diagnosis.step_s / expected.step_s:.2f} of the step."
+    if diagnosis.convention not in (None, next(iter(diagnosis.conventions))):
+        return f"Only the convention differs: {diagnosis.convention}."
+    return "As predicted: nothing unusual in this step."
+
+
+def _headline(diagnosis: Diagnosis) -> str:
+    """Say what is measured, predicted, and reached by others."""
+    expected = diagnosis.expected
+    low, high = expected.interval_mfu
+    sentences = [
+        f"You reach {100 * diagnosis.mfu:.1f}% MFU ({format_seconds(diagnosis.step_s)} per step);"
+        f" predicted are {100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}]"
+        f" ({format_seconds(expected.step_s)})."
+    ]
+    if diagnosis.neighbor_mfu:
+        least, most = diagnosis.neighbor_mfu
+        sentences.append(
+            f"Published runs like yours reach {100 * least:.0f} to {100 * most:.0f}% MFU."
+        )
+    if other := diagnosis.other_layout:
+        factor = expected.step_s / other.step_s
+        flags = " ".join(map(flag, diagnosis.request.fixed))
+        sentences.append(f"Without {flags} it is {factor:.1f} times as fast: {other.layout}.")
+    return " ".join(sentences)
+
+
+def _cause_row(diagnosis: Diagnosis, cause: Cause) -> tuple[str, ...]:
+    left = f"{format_percent(cause.mfu)} or more" if cause.mfu else "any"
+    share = diagnosis.share(cause)
+    explained = "up to all" if share == 1 else f"up to {format_percent(share)}"
+    return cause.name, left, explained, cause.check
+
+
+def _nearest(rows: Sequence[Neighbor]) -> Section:
+    """Return the published rows nearest to the request, and how wrong the prediction of each is."""
+    cells = [
+        (
+            f"{row.run.table}: {row.run.model.name}",
+            f"{row.run.layout.gpus} x {row.run.hardware.name}",
+            row.run.layout.arrangement,
+            format_seconds(row.run.step_s),
+            format_percent(row.run.mfu) if np.isfinite(row.run.mfu) else "",
+            f"{100 * row.error:+.0f}%",
+            f"{row.distance:.2g}",
+        )
+        for row in rows
+    ]
+    title = "The nearest published rows; 1 apart is twice as many GPUs (published)"
+    headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by", "apart")
+    return Section(title, headings, cells)
+
+
+def _notes(
+    request: AdviceRequest, rows: Sequence[Neighbor], prediction: Prediction
+) -> Iterator[str]:
+    """Return how wrong this may be, its assumptions, and where it extrapolates."""
+    errors = np.abs([row.error for row in rows])
+    median = format_percent(float(np.median(errors)))
+    worst = format_percent(float(errors.max()))
+    yield (
+        f"Predicted: on the {len(rows)} nearest published rows, by constants fitted without them,"
+        f" the median error is {median}, the largest {worst}. [ ] holds 90% of such errors."
+    )
+    if request.calibration_runs:
+        error = format_percent(request.calibration_error)
+        yield f"Calibrated on {request.calibration_runs} runs of yours, explained to {error}."
+    if request.assumptions:
+        yield f"Assumed: {join_words(list(request.assumptions))}."
+    if request.request.framework == "generic":
+        yield (
+            "No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the"
+            " intervals."
+        )
+    # The verdict says the others.
+    yield from (f"Beware: {text}." for text in prediction.warnings if text.startswith("extra"))
