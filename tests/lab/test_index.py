@@ -101,6 +101,7 @@ def test_a_run_of_another_or_a_busy_machine_recommends_and_finds_nothing_here(re
     html = index(tmp_path, BETTER, machine=machine, is_busy=reason == "busy")
     assert "Use bf16" not in html
     assert 'id="largest"' not in html
+    assert ("2 times faster" in html) == (reason != "busy")
     assert ("This machine was busy" if reason == "busy" else "measured elsewhere") in html
 
 

@@ -24,6 +24,8 @@ COMBINED_TOPICS = ("precision", "attention", "compile", "synchronization")
 """Topics that the combined configuration of a training step sets."""
 GAIN = "gain"
 INGREDIENTS = "ingredients"
+TIMELESS = ("counted", "predicted")
+"""Verdicts that do not depend on what else ran."""
 """Questions of the lab that measures this configuration."""
 
 
@@ -64,9 +66,16 @@ class Entry:
 
     @property
     def first(self) -> Answered | None:
-        """The lab in one line: the first question that was measured."""
-        measured = (one for one in self.answers if one.answer.verdict != "not measured")
-        return next(measured, None)
+        """The lab in one line: the first question that was measured.
+
+        Of a busy run only what is counted or predicted: its times would be taken for facts.
+        """
+        is_busy = self.run is not None and self.run.is_busy
+        for one in self.answers:
+            verdict = one.answer.verdict
+            if verdict in TIMELESS or (verdict != "not measured" and not is_busy):
+                return one
+        return None
 
     @property
     def origin(self) -> str:
@@ -75,8 +84,12 @@ class Entry:
         header = self.run.header
         status = self.run.coverage()["status"]
         n_measured = int((status == "ok").sum())
-        points = f", {n_measured} of {len(status)} points" if n_measured < len(status) else ""
-        return f"{header.profile}, {header.started:%Y-%m-%d}{points}"
+        facts = [header.profile, f"{header.started:%Y-%m-%d}"]
+        if n_measured < len(status):
+            facts.append(f"{n_measured} of {len(status)} points")
+        if self.run.is_busy:
+            facts.append("on a busy machine")
+        return ", ".join(facts)
 
 
 def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) -> Path:
@@ -111,6 +124,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
         to_come=[lab.title for lab in to_come],
         other_format=OTHER_FORMAT,
         entries=entries,
+        timeless=TIMELESS,
         busy=busy,
         combined=combined,
         replaces_single=replaces_single,
