@@ -35,7 +35,7 @@ BOUNDS = {
     "without the run": (6.9, 0.86),
 }
 # by what a fold's fit knows: largest mean of high over low
-WIDTHS = {"known framework": 2, "unknown framework": 4.5, "new GPU": 7}
+WIDTHS = {"known framework": 2, "unknown framework": 4.5, "new GPU": 5}
 MIN_ROWS = 30
 
 
