@@ -117,7 +117,7 @@ LONG_CASES = [
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already interpreted")
-def test_passes_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+def test_passes_under_the_interpreter(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """The cases of this run, in one thread: every one is a second of interpreted Python."""
     selected = f"not gpu and ({request.config.option.markexpr or 'not gpu'})"
     command = [
@@ -131,9 +131,13 @@ def test_passes_under_the_interpreter(request: pytest.FixtureRequest) -> None:
         "-m",
         selected,
     ]
-    interpreted = carry_out(
-        command, Path(__file__).parents[2], {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    )
+    # With a fork server of its own: the one that the tests share does not interpret kernels.
+    variables = {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "LABKIT_HOME": str(tmp_path),
+    }
+    interpreted = carry_out(command, Path(__file__).parents[2], variables)
     assert interpreted.returncode == 0, interpreted.stdout[-10_000:] + interpreted.stderr[-2_000:]
     (passed,) = re.findall(r"(\d+) passed", interpreted.stdout)
     assert int(passed) > len(FIXED_CASES), "skipped cases show nothing"

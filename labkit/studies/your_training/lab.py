@@ -36,7 +36,7 @@ class YourTrainingConfig(TimedConfig):
     """Arguments of the setup, for example {"batch": 16}."""
     argument: str | None = None
     """An argument whose `values` are compared, in turns."""
-    values: list[Any] = []
+    values: list[bool | int | float | str | None] = []
     """Of `argument`. None, with `batch`: around the setup's default, up to what fits."""
     changes: list[ChangeName] = list(CHANGES)
     """Changes to try, each in turns with the training as it is."""
