@@ -90,6 +90,8 @@ def change(answer: Answer) -> Amount | None:
     """Word how much better or worse a comparison is; None if no difference is shown."""
     if not isinstance(answer, Comparison) or answer.direction is None:
         return None
+    if answer.subject is None and answer.counts.worse < answer.counts.total:
+        return None  # "none is faster" is the answer, not how much slower a few of them are
     phrases = phrasing(answer.quantity)
     if answer.direction == "better":
         # as factors from the smallest effect to the largest

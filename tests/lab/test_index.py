@@ -105,6 +105,16 @@ def test_a_run_of_another_or_a_busy_machine_recommends_and_finds_nothing_here(re
     assert ("This machine was busy" if reason == "busy" else "measured elsewhere") in html
 
 
+def test_a_few_slower_alternatives_are_no_difference_where_none_is_faster(tmp_path):
+    few = answer("few", verdict="no", ratio=1.4)
+    given = replace(few.given, subject=None, counts=Counts(10, better=0, worse=1))
+    html = index(tmp_path, replace(few, given=given))
+    assert 'id="largest"' not in html
+    assert "40%" not in html
+    every = replace(given, counts=Counts(10, better=0, worse=10))
+    assert 'id="largest"' in index(tmp_path, replace(few, given=every))
+
+
 def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
     keep = answer("keep", topic="precision", verdict="no", advice="keep float32.", ratio=9.0)
     small = answer("small", topic="precision", advice="use fp16.", ratio=0.9)

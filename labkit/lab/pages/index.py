@@ -10,10 +10,11 @@ from pathlib import Path
 
 from labkit.lab.answers import TOPICS, Question
 from labkit.lab.declaration import Lab
-from labkit.lab.facts import Answer, Comparison
+from labkit.lab.facts import Answer
 from labkit.lab.pages.cards import machine_rows, machine_summary
 from labkit.lab.pages.html import render
 from labkit.lab.pages.record import OTHER_FORMAT, answered_run, read_record
+from labkit.lab.phrases import change
 from labkit.lab.project import from_project, write_file
 from labkit.lab.recommended import Configuration, write_code
 from labkit.lab.runs.store import Run, RunFileError
@@ -170,8 +171,9 @@ def _largest_differences(answers: Iterable[Answered]) -> list[Answered]:
     size."""
     largest: dict[str, Answered] = {}
     for one in sorted(answers, key=lambda one: one.size):
-        is_clear = isinstance(one.answer, Comparison) and one.answer.verdict in ("yes", "no")
-        if is_clear and one.size and not one.question.is_expected:
+        answer = one.answer
+        is_clear = answer.verdict in ("yes", "no") and change(answer) is not None
+        if is_clear and not one.question.is_expected:
             largest[one.lab.name] = one
     return sorted(largest.values(), key=lambda one: -one.size)[:MAX_LARGEST]
 
