@@ -61,10 +61,9 @@ class Advice:
 
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
-    """Return sequences per step: exactly `tokens` if that is whole, else a near number.
+    """Return sequences per step: of exactly `tokens` if they are whole, else a near number.
 
-    One that many ranks and batches divide.
-
+    The near number is one that many ranks and micro-batches divide.
     ValueError for fewer tokens than one sequence.
     """
     if tokens < seq_len:

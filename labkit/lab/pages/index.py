@@ -25,9 +25,9 @@ COMBINED_TOPICS = ("precision", "attention", "compile", "synchronization")
 """Topics that the combined configuration of a training step sets."""
 GAIN = "gain"
 INGREDIENTS = "ingredients"
+"""Questions of the lab that measures this configuration."""
 TIMELESS = ("counted", "predicted")
 """Verdicts that do not depend on what else ran."""
-"""Questions of the lab that measures this configuration."""
 
 
 @dataclass(frozen=True)

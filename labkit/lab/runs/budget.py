@@ -23,7 +23,7 @@ from labkit.machine.description import Machine, describe_machine
 MAX_RUNS = 3
 """Newest runs of a lab that are read."""
 HOW_LONG = {"seed", "timeout_s", "gain", "ratio_within", "repeats", "rounds_s"}
-"""Fields of a point that do not change what is measured."""
+"""Fields of a point that do not change what is measured; older runs have `ratio_within`."""
 FLOPS = 1e9
 ADDED_BYTES = 2**24
 """Work by which two machines are compared: a matmul and an addition of medium size."""
