@@ -27,8 +27,7 @@ def gains(results: Results) -> pd.DataFrame:
         sweep="changes",
         status="ok",
     )
-    # Without a single row the column has no text to be of type object.
-    about = about[about["change"] != YOURS].drop_duplicates("change").astype({"change": object})
+    about = about[about["change"] != YOURS].drop_duplicates("change")
     # Verdicts allow for the number of comparisons, so each question has its own rows.
     ratios_by_question = [
         CHANGE.ratios_to(YOURS, results.frame, among) for among in ([*CHANGES], [TOGETHER])
