@@ -113,12 +113,13 @@ def strategy(layout: Layout) -> str:
 
 def _other_strategies(ranking: Ranking, best: Sequence[Prediction]) -> list[Prediction]:
     predictions = ranking.predictions
+    runs = predictions.runs
     first = dict[str, int]()
     for row in (*ranking.order, *np.argsort(predictions.peak_gib)):
-        first.setdefault(strategy(predictions.runs.origin[row].layout), int(row))
+        first.setdefault(strategy(runs.origin[row].layout), int(row))
     proposed = {one.layout for one in best}
-    others = [predictions.prediction(row) for _, row in sorted(first.items())]
-    return [one for one in others if one.layout not in proposed]
+    others = [row for _, row in sorted(first.items())]
+    return predictions.some([row for row in others if runs.origin[row].layout not in proposed])
 
 
 def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:

@@ -130,13 +130,21 @@ class Predictions:
 
     def prediction(self, row: int) -> Prediction:
         """Return one prediction, even of a run that is too far from measured runs."""
+        return self.some([row])[0]
+
+    def some(self, rows: Sequence[int]) -> list[Prediction]:
+        """Return the predictions of these rows; a search has thousands, and answers need a few."""
+        low, high = self.interval_90(rows)
+        return [
+            self._prediction(row, (float(low[at]), float(high[at]))) for at, row in enumerate(rows)
+        ]
+
+    def _prediction(self, row: int, interval_90: tuple[float, float]) -> Prediction:
         layout = self.runs.origin[row].layout
         parts = self.stages.items()
-        # A search has thousands of layouts, and answers need the intervals of a few.
-        low, high = self.interval_90([row])
         return Prediction(
             layout=layout,
-            interval_90=(float(low[0]), float(high[0])),
+            interval_90=interval_90,
             peak_90=(float(self.peak_low[row]), float(self.peak_high[row])),
             parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
             memory_gib=[

@@ -74,7 +74,7 @@ class Ranking:
         rows = distinct(
             self.order, lambda row: self.predictions.runs.origin[row].layout.arrangement, count
         )
-        return [self.predictions.prediction(row) for row in rows]
+        return self.predictions.some(rows)
 
     def first(self) -> Prediction:
         """The best layout; if none fits, the one that needs the least memory."""
