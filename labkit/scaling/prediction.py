@@ -134,6 +134,8 @@ class Predictions:
 
     def some(self, rows: Sequence[int]) -> list[Prediction]:
         """Return the predictions of these rows; a search has thousands, and answers need a few."""
+        if not rows:
+            return []
         low, high = self.interval_90(rows)
         return [
             self._prediction(row, (float(low[at]), float(high[at]))) for at, row in enumerate(rows)
