@@ -7,7 +7,7 @@
 ``step_time`` ``communication`` ``memory``                formulas
 ``constants`` and `data/reference/scaling/`               numbers, with their sources
 ``published`` ``intervals``                               measured runs, and the errors
-``prediction`` ``search``                           answers
+``prediction`` ``predicted_table`` ``search``         answers
 ``scores``                                                frames for a notebook
 """
 

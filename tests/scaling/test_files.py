@@ -11,7 +11,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.scaling import DATA
 from labkit.scaling.hardware import HARDWARE, find_hardware
 from labkit.scaling.models import MAX_BYTES, NAMED, find_model, read_model
-from labkit.scaling.prediction import COLUMNS, predict_rows, write_rows
+from labkit.scaling.predicted_table import COLUMNS, predict_rows, write_rows
 from labkit.scaling.table import read_rows
 
 GOOD = {

@@ -38,7 +38,7 @@ def predict(
     ] = False,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
-    from labkit.scaling.prediction import predict_rows, write_rows
+    from labkit.scaling.predicted_table import predict_rows, write_rows
     from labkit.scaling.table import read_rows
 
     try:
