@@ -691,22 +691,24 @@ def _situations_of(wrapper):
             yield name, message, situation, False
 
 
-SITUATIONS = [
-    pytest.param(
-        wrapper,
-        message,
-        situation,
-        id=f"{wrapper}-{name}",
-        marks=pytest.mark.slow if is_slow else [],
-    )
+SITUATIONS = {
+    (wrapper, name): (message, situation, is_slow)
     for wrapper in (*IN_SITUATIONS, "one bucket", "naive, shared memory")
     for name, message, situation, is_slow in _situations_of(wrapper)
-]
+}
 
 
+# By name: a function as an argument takes all that this module holds to the ranks, for each test.
 @on_ranks(2)
-@pytest.mark.parametrize(("wrapper", "message", "situation"), SITUATIONS)
-def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, message, situation):
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [
+        pytest.param(*key, marks=pytest.mark.slow if is_slow else [])
+        for key, (_, _, is_slow) in SITUATIONS.items()
+    ],
+)
+def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, name):
+    message, situation, _ = SITUATIONS[wrapper, name]
     if message is None:
         assert situation(WRAPPERS[wrapper]) is True
         return
