@@ -10,7 +10,9 @@ block; columns of tensor memory; blocks per multiprocessor; instructions of the 
 and warp; the unit that bounds the loop; and two bounds in TFLOP/s, of the GPU named in `CHIPS`.
 The overlapped bound is that of the busiest unit alone. In the serial bound all warps are in step,
 as barriers hold them: other units work beside the tensor cores only where the code does not wait
-for them. Exits 1 if a tile spills in a loop or exceeds shared or tensor memory.
+for them. Both are nan, and the unit unknown, for warps that specialize on sm_100: there several
+groups of warps share a trip, each in a loop of its own. Exits 1 if a
+tile spills in a loop or exceeds shared or tensor memory.
 
 Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine
 code. Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.
@@ -149,12 +151,19 @@ def compile_tile(
     # two groups, of half the queries each
     computing = 2 * tile.warps if tile.specialize == 2 else tile.warps
     bounds = Bounds(main, computing, flop, dtype, CHIPS[capability])
+    tensor_columns = int(getattr(facts, "tmem_size", 0) or 0)
+    if tile.specialize and tensor_columns:
+        # Products, softmax and rescaling are loops of different warps, which wait for each other:
+        # how often each runs per block is not in the code of any one of them.
+        bounds.unit = "unknown"
+        bounds.overlapped = math.nan
+        bounds.serial = math.nan
     return Resources(
         registers=registers,
         spills_in_loops=len(inside),
         spills_outside=len(spills - inside),
         shared_bytes=facts.shared,
-        tensor_columns=int(getattr(facts, "tmem_size", 0) or 0),
+        tensor_columns=tensor_columns,
         blocks=_blocks(
             CHIPS[capability],
             registers,
@@ -401,8 +410,8 @@ def main() -> int:
             kib = round(resources.shared_bytes / 1024)
             cells = resources._replace(
                 shared_bytes=kib,
-                overlapped=round(resources.overlapped),
-                serial=round(resources.serial),
+                overlapped=f"{resources.overlapped:.0f}",
+                serial=f"{resources.serial:.0f}",
             )
             print(ROW.format(f"sm_{capability}", *problem[1:], tile, *cells), *faults, flush=True)
     print(f"{wrong} tiles spill in a loop or do not fit")

@@ -5,6 +5,7 @@ inside a loop.
 `benchmarks/kernels.py`, for six GPUs, a second or more each.
 """
 
+import math
 from itertools import product
 
 import pytest
@@ -67,6 +68,16 @@ def test_warps_specialize_on_hopper(head_dim: int) -> None:
         one.specialize == 0
         for one in tiles_for("forward", dtype=torch.bfloat16, head_dim=60, capability=(9, 0))
     )
+
+
+@pytest.mark.slow
+def test_no_bound_is_said_where_groups_of_warps_share_a_trip() -> None:
+    tiles = tiles_for("forward", dtype=torch.bfloat16, head_dim=64, capability=(10, 0))
+    (tile,) = (tile for tile in tiles if tile.specialize)
+    sizes = {"head_dim": 64, "dtype": torch.bfloat16, "capability": 100}
+    resources = compile_tile("forward", tile, causal=True, **sizes)
+    assert math.isnan(resources.overlapped)
+    assert math.isnan(resources.serial)
 
 
 def test_grouped_heads_and_the_delta_kernel_fit() -> None:
