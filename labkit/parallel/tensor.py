@@ -48,10 +48,10 @@ from labkit.parallel.agreement import (
     wait_for_ranks,
 )
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.gradients import Layout, add_layout
+from labkit.parallel.gradients import Layout, add_layout, get_layouts
+from labkit.parallel.losses import IGNORED
 from labkit.parallel.tensor_collectives import TORCH, Ranks, cut
 from labkit.parallel.tensor_layers import (
-    IGNORED,
     VocabularyLinear,
     VocabularyLoss,
     check_indices,
@@ -152,6 +152,20 @@ class TensorParallel(nn.Module):
         for name, parameter in self.module.named_parameters():
             add_layout(parameter, self._layouts[name])
 
+    def _describe_parameters(self) -> dict[str, str]:
+        """Return what each parameter is now. ValueError for one that the cut did not see.
+
+        The ranks would have other values of it, and its gradient might be a part of a sum.
+        """
+        description = {}
+        for name, parameter in self.module.named_parameters():
+            if not get_layouts(parameter):
+                raise ValueError(
+                    f"{name} was added or replaced after the cut: change the model, then cut it"
+                )
+            description[name] = "trained" if parameter.requires_grad else "frozen"
+        return description
+
     def forward(self, inputs: Any, targets: Any = None, **options: Any) -> Any:
         """Compute the model's outputs; with targets (B, S), int64, the mean loss of its logits.
 
@@ -159,12 +173,17 @@ class TensorParallel(nn.Module):
         "vocabulary".
 
         Raises ValueError, on all ranks, for inputs and targets that differ between ranks, for other
-        shapes, and with sequence parallelism for a sequence that p does not divide.
+        shapes, with sequence parallelism for a sequence that p does not divide, and if parameters
+        were added or replaced, or are trained on some ranks only.
         """
-        # Ranks with other shapes would hang, and with other tokens compute nonsense.
         batch = {"tokens": inputs, "targets": targets, **options}
         group = self._ranks.group
-        agree_per_pass("tokens and targets", lambda: _describe_batch(batch, group), group)
+
+        def describe() -> dict[str, object]:
+            # Ranks with other shapes would hang, and with other tokens compute nonsense.
+            return {**_describe_batch(batch, group), **self._describe_parameters()}
+
+        agree_per_pass("tokens, targets and trained parameters", describe, group)
         if targets is None:
             return self.module(inputs, **options)
         if not self._heads:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from labkit.parallel.gradients import Layout, find_layout
+from labkit.parallel.losses import IGNORED
 from labkit.parallel.tensor_collectives import Ranks, cut, enter_or_leave, part_lengths
 from labkit.torch_private import assert_async
-
-IGNORED = -100  # the target of a position without a loss, as in `torch.nn.functional.cross_entropy`
 
 
 class ParallelLayer(nn.Module):

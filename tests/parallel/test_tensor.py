@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.parallel import tensor_collectives, tensor_layers
+from labkit.parallel import tensor_collectives
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.gradients import clip_grad_norm_
+from labkit.parallel.losses import IGNORED
 from labkit.parallel.overlap import BackgroundAllReduce
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP, gather
@@ -44,7 +45,7 @@ from tests.parallel.shared_ranks import on_ranks
 
 SHAPE = TransformerShape(d_model=24, d_ff=30, n_layers=2, n_heads=4, vocabulary=14)
 TOKENS = (torch.arange(24) * 5 % 14).view(2, 12)
-TARGETS = TOKENS.roll(3).masked_fill(torch.arange(24).view(2, 12) == 7, tensor_layers.IGNORED)
+TARGETS = TOKENS.roll(3).masked_fill(torch.arange(24).view(2, 12) == 7, IGNORED)
 
 
 def build(
@@ -271,7 +272,7 @@ def test_axes() -> list[str]:
 
 def own_batch() -> tuple[Tensor, Tensor]:
     tokens = (torch.arange(16) * 3 % own_model.VOCABULARY).view(2, 8)
-    return tokens, tokens.roll(5).masked_fill(torch.arange(8) < 3, tensor_layers.IGNORED)
+    return tokens, tokens.roll(5).masked_fill(torch.arange(8) < 3, IGNORED)
 
 
 def compare_training(plan: dict[str, str], *, sequence_parallel: bool, **options: Any) -> float:
@@ -340,6 +341,32 @@ def test_refused_plans() -> list[str]:
 
 
 @on_ranks(2)
+def test_changes_after_the_cut() -> list[str]:
+    """Parameters that are added, replaced, or frozen on one rank are refused in forward."""
+
+    def forward(change: Callable[[Any], object]) -> Callable[[], object]:
+        model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
+        change(model.module)
+        return lambda: model(own_batch()[0])
+
+    def add(model: Any) -> None:
+        model.blocks[1].attention.q = own_model.LoRA(model.blocks[1].attention.q)
+
+    def replace(model: Any) -> None:
+        model.norm.weight = nn.Parameter(model.norm.weight.detach().clone())
+
+    def freeze(model: Any) -> None:
+        model.norm.weight.requires_grad_(dist.get_rank() == 0)
+
+    attempts: Attempts = [
+        ("blocks.1.attention.q.a.weight was added", forward(add)),
+        ("norm.weight was added or replaced", forward(replace)),
+        ("rank 0 has norm.weight=trained, rank 1 has frozen", forward(freeze)),
+    ]
+    return find_refusals_that_fail(attempts)
+
+
+@on_ranks(2)
 def test_own_gradients() -> list[str]:
     """No targets give zeros, frozen parameters None; second derivatives are right or refused."""
     tokens, targets = own_batch()
@@ -349,7 +376,7 @@ def test_own_gradients() -> list[str]:
     for each in (one, model.module):
         each.embedding.requires_grad_(False)
         each.blocks[0].attention.scale.requires_grad_(False)
-    model(tokens, torch.full_like(targets, tensor_layers.IGNORED)).backward()
+    model(tokens, torch.full_like(targets, IGNORED)).backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     if any(grad is not None and grad.count_nonzero() for grad in grads.values()):
         wrong.append("gradients without targets")
