@@ -12,6 +12,7 @@ gradients to the stage before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -166,21 +167,29 @@ class Pipeline(nn.Module):
 
         `loss_function(outputs, targets)` returns a mean, and the loss is the mean over
         micro-batches. Or it returns (sum, count) (`losses.summed_loss`), and the loss is the sum
-        over all targets that count, divided by their number; zero without any. `data_group`: the
-        ranks with this stage of other batches. Sums and counts are then those of all batches, and
-        the mean over that group (`wrapper.average`) is the gradient of the loss.
+        over all targets that count, divided by their number; zero without any. Masked targets need
+        the second: a mean of means is another number, and warned of. `data_group`: the ranks with
+        this stage of other batches. Sums and counts are then those of all batches, and the mean
+        over that group (`wrapper.average`) is the gradient of the loss.
 
-        Raises ValueError, on all ranks, for another batch, and if batches differ between ranks.
+        Raises ValueError, on all ranks, for another batch, for a loss with parameters, if batches
+        differ between ranks, and if some ranks have frozen a tied weight and others have not.
         An error of a layer or of the loss is raised on its rank, and ValueError with its text on
         the others; gradients are then as before.
         """
-        typical_count = agree_on_batch(inputs, targets, self.micro_batches, self.group, data_group)
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        check = partial(check_batch, inputs, targets, self.micro_batches, loss_function)
+        values = {"inputs": inputs, "targets": targets}
+        typical_count = agree_on_batch(
+            values, check, self.group, data_group, self._tied, parameters
+        )
         batch = (inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches))
         # The gradients of this step are corrected by the number of targets, earlier ones are not.
         with gradients_set_aside([*self.parameters()]):
             with fork_seed(self.group):  # else all stages drop the same positions
                 run = self._run(self._plan, *batch, loss_function, typical_count)
             loss = self._finish_step(run, data_group)
+        run.warn_of_mean_of_means()
         self._marks = run.marks
         self.peak_held = run.peak_held
         return loss
@@ -211,11 +220,10 @@ class Pipeline(nn.Module):
             for module, mode in modes.items():
                 module.training = mode
         local = torch.cat(run.outputs) if run.outputs else None
-        last = (len(self.stages) - 1) % self.ranks
-        header = run.agree_on_end(make_header(local))[last]
+        header = run.agree_on_end(make_header(local))[-1]  # the last rank has the last stage
         outputs = empty_like_header(header, self.device) if local is None else local
         assert isinstance(outputs, Tensor)
-        broadcast([outputs], self.group, last)
+        broadcast([outputs], self.group, self.ranks - 1)
         return outputs
 
     @torch.no_grad()
@@ -228,7 +236,9 @@ class Pipeline(nn.Module):
         state = self.state_dict() if state is None else state
         local = {name.removeprefix(PREFIX): value for name, value in state.items()}
         whole = gather_state(local, self.group, self.device)
-        return {name: whole[name] for name in self._shapes if name in whole}
+        # in the order of the list; behind them, what was added to layers later
+        listed = [name for name in self._shapes if name in whole]
+        return {name: whole[name] for name in [*listed, *whole]}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -283,14 +293,12 @@ class Pipeline(nn.Module):
             for names in self._tied
         ]
         local = torch.tensor([run.loss_sum, run.count, run.divisor], dtype=torch.float64)
-        last = (len(self.stages) - 1) % self.ranks
         problem: Exception | None = None
         total = count = divisor = 0.0
         try:
             numbers = [*local.view(torch.int64).tolist(), *map(int, has_gradient)]
             by_rank = run.agree_on_end(numbers)
-            from_last = torch.tensor(by_rank[last][:3]).view(torch.float64)
-            total, count, divisor = from_last.tolist()
+            total, count, divisor = torch.tensor(by_rank[-1][:3]).view(torch.float64).tolist()
         except Exception as error:
             problem = error
         data_ranks = 1

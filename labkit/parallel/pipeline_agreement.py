@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.parallel.agreement import agree_per_pass, describe_values
 
+Tied = Sequence[Mapping[int, str]]
+"""Of each parameter that several ranks have, its name on each of them, by rank."""
+REMOVED = -1  # in the place of whether a copy is trained
 
-def check_batch(inputs: Tensor, targets: Tensor, micro_batches: int = 1) -> None:
-    """Raise ValueError for a batch that cannot be cut, and for inputs with a graph."""
+
+def check_batch(
+    inputs: Tensor, targets: Tensor, micro_batches: int = 1, loss_function: object = None
+) -> None:
+    """Raise ValueError for a batch that cannot be cut, or has a graph, and for another loss."""
     shapes = f"{tuple(inputs.shape)} inputs and {tuple(targets.shape)} targets"
     is_batch = inputs.dim() > 0 and len(inputs) > 0 and len(inputs) == len(targets)
     if not is_batch or len(inputs) % micro_batches:
@@ -25,37 +31,66 @@ def check_batch(inputs: Tensor, targets: Tensor, micro_batches: int = 1) -> None
             f"expected inputs without a graph, got some of {type(inputs.grad_fn).__name__}:"
             " detach them, or make what computes them a layer"
         )
+    if targets.requires_grad:
+        raise ValueError(
+            "expected targets without a gradient, which only the last stage could give: detach them"
+        )
+    if isinstance(loss_function, nn.Module):
+        trained = [name for name, p in loss_function.named_parameters() if p.requires_grad]
+        if trained:
+            # Only the last stage would train it, with a gradient of which the scale is wrong.
+            raise ValueError(
+                f"expected a loss without parameters, got {trained[0]}: make what has it a layer"
+            )
 
 
 def agree_on_batch(
-    inputs: Tensor,
-    targets: Tensor,
-    micro_batches: int,
+    batch: Mapping[str, Tensor],
+    check: Callable[[], None],
     group: dist.ProcessGroup,
     data_group: dist.ProcessGroup | None,
+    tied: Tied,
+    parameters: Mapping[str, nn.Parameter],
 ) -> float:
-    """Check a batch; return the mean number of targets per batch of `data_group`, at least 1.
+    """Check inputs and targets; return the mean number of targets over `data_group`, at least 1.
 
-    What one pipeline refuses is refused by those of the other batches, too.
+    What one pipeline refuses is refused by those of the other batches, too. `parameters`: of this
+    rank, by name. Ranks must train all copies of a tied one, or none.
     """
+    local = [parameters.get(names.get(group.rank(), "")) for names in tied]
+    flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
 
     def describe() -> dict[str, str]:
-        check_batch(inputs, targets, micro_batches)
-        return {
-            "inputs": describe_values(inputs, group),
-            "targets": describe_values(targets, group),
-        }
+        check()
+        return {name: describe_values(values, group) for name, values in batch.items()}
 
+    def agree() -> None:
+        by_rank = agree_per_pass("inputs and targets", describe, group, numbers=flags)
+        for number, names in enumerate(tied):
+            _check_copies(names, [by_rank[rank][number] for rank in names])
+
+    n_targets = batch["targets"].numel()
     if data_group is None:
-        agree_per_pass("inputs and targets", describe, group)
-        return max(1.0, targets.numel())
+        agree()
+        return max(1.0, n_targets)
     problem: Exception | None = None
     try:
-        agree_per_pass("inputs and targets", describe, group)
+        agree()
     except ValueError as error:
         problem = error
-    counts = agree_on_success("step", problem, data_group, [targets.numel()])
+    counts = agree_on_success("step", problem, data_group, [n_targets])
     return max(1.0, sum(count for (count,) in counts) / len(counts))
+
+
+def _check_copies(names: Mapping[int, str], flags: Sequence[int]) -> None:
+    """Raise ValueError, the same on all ranks, unless the copies of a tied weight stay equal."""
+    copies = " and ".join(names.values())
+    if REMOVED in flags:
+        raise ValueError(
+            f"expected {copies}, which are tied, and one was removed: change layers before"
+        )
+    if len({*flags}) > 1:
+        raise ValueError(f"expected {copies}, which are tied, all frozen or all trained")
 
 
 def sum_over(

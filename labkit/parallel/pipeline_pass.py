@@ -11,6 +11,7 @@ reach the end of the pass, and there they compare how it went.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.exchange import exchange
+from labkit.parallel.losses import IGNORED
 from labkit.parallel.messages import cpu_group
 from labkit.parallel.pipeline_agreement import agree_on_success
 from labkit.parallel.pipeline_layers import on_copies_of_buffers
@@ -112,6 +114,7 @@ class Pass:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.divisor = 0.0
+        self._returns_means = False  # on the rank with the loss
 
     def run(self, plan: Plan) -> None:
         """Carry out the tasks and messages of this rank. `error`: what a layer or the loss raised.
@@ -137,6 +140,19 @@ class Pass:
         If a rank has failed, its error is raised there, and ValueError with its text elsewhere.
         """
         return agree_on_success("pass", self.error, self._group, numbers)
+
+    def warn_of_mean_of_means(self) -> None:
+        """Warn if the loss returns means, and micro-batches have other numbers of targets."""
+        if not self._returns_means or self._targets[0].is_floating_point():
+            return
+        counts = {int((targets != IGNORED).sum()) for targets in self._targets}
+        if len(counts) > 1:
+            warnings.warn(
+                f"micro-batches have {min(counts)} to {max(counts)} targets that count, so the mean"
+                " of their means is not the batch's: let the loss return (sum, count), as"
+                " labkit.parallel.losses.summed_loss",
+                stacklevel=3,
+            )
 
     def _fail(self) -> None:
         self.has_failed = True
@@ -183,9 +199,10 @@ class Pass:
         # The number of targets that count is known only after the last micro-batch, and backward
         # passes begin before: gradients are corrected then. In ring attention and in FSDP's
         # reduce-scatters they meet those of other ranks earlier: so all divide by the same number.
-        self.divisor = float(len(self._inputs))
-        if isinstance(result, tuple):
-            self.divisor = self._typical_count
+        self._returns_means = not isinstance(result, tuple)
+        self.divisor = self._typical_count
+        if self._returns_means:
+            self.divisor = float(len(self._inputs))
         self.loss_sum += total.detach().reshape(())
         self.count += count
         return total.reshape(()) / self.divisor

@@ -3,6 +3,7 @@ they say."""
 
 import copy
 import time
+import warnings
 from collections import deque
 from functools import cache, partial
 from itertools import chain, product
@@ -227,6 +228,13 @@ def test_targets_that_do_not_count() -> list[str]:
     error = furthest({"loss": loss, **result}, {"loss": expected.detach(), **grads})
     wrong = [] if error <= EXACT else [f"masked: {error}"]
     stages.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stages.step(tokens, targets, loss_of)
+    texts = [str(each.message) for each in caught]
+    if ["summed_loss" in text for text in texts] != [True] * dist.get_rank():
+        wrong.append(f"warnings of a mean of means: {texts}")
+    stages.zero_grad()
     loss = stages.step(tokens, torch.full_like(targets, IGNORED), summed_loss)
     if loss != 0 or any(grad.any() for grad in gradients(stages).values()):
         wrong.append(f"no targets: {loss}")
@@ -395,7 +403,9 @@ def test_evaluate_and_states() -> list[str]:
         stages.load_state_dict(model.state_dict())
         stages.layers.train(mode=stages.rank == 0)
         for batch in (inputs, inputs[:3], inputs[:5]):
-            error = furthest({"": stages.evaluate(batch)}, {"": model.eval()(batch).detach()})
+            expected = model.eval()(batch).detach()
+            with torch.inference_mode(len(batch) == 3):
+                error = furthest({"": stages.evaluate(batch)}, {"": expected})
             wrong += [] if error <= EXACT else [f"{schedule}, {len(batch)}: {error}"]
         if {module.training for module in stages.layers.modules()} != {stages.rank == 0}:
             wrong.append("evaluation leaves another mode")
@@ -411,7 +421,11 @@ def test_evaluate_and_states() -> list[str]:
     ]
     with pytest.raises(TypeError, match="gather_state_dict"):
         copy.deepcopy(stages)
-    return wrong + find_refusals_that_fail(attempts)
+    wrong += find_refusals_that_fail(attempts)
+    if "1" in stages.layers:
+        stages.layers["1"].register_parameter("added", nn.Parameter(torch.ones(2)))
+    names = [*stages.gather_state_dict()]
+    return wrong if names == [*state, "1.added"] else [*wrong, f"saved after an addition: {names}"]
 
 
 @settings(deadline=None, max_examples=30)
@@ -476,6 +490,12 @@ def test_stages_are_balanced_and_a_task_that_would_wait_forever_is_named() -> No
 def test_refusals() -> list[str]:
     rank = dist.get_rank()
     good = Pipeline(build(), micro_batches=4)
+
+    def freeze_a_copy() -> None:
+        if rank == 0:
+            good.layers["0"].weight.requires_grad_(False)
+        good.step(TOKENS, TARGETS, loss_of)
+
     attempts: Attempts = [
         ("0 micro-batches", lambda: Pipeline(build(), micro_batches=0)),
         ("expected the same", lambda: Pipeline(build(), micro_batches=1 + rank)),
@@ -494,6 +514,12 @@ def test_refusals() -> list[str]:
             "inputs without a graph",
             lambda: good.step(inputs_from(1, torch.float64) * 2, TARGETS, loss_of),
         ),
+        (
+            "targets without a gradient",
+            lambda: good.step(TOKENS, inputs_from(1, torch.float64), loss_of),
+        ),
+        ("make what has it a layer", lambda: good.step(TOKENS, TARGETS, nn.PReLU())),
+        ("layers.8.weight, which are tied", freeze_a_copy),
     ]
     return find_refusals_that_fail(attempts)
 

@@ -123,7 +123,9 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source
     Version counters stay, as in torch's wrapper: an earlier graph may have saved a buffer.
     """
     if detached := tuple(tensor.detach() for tensor in tensors):
-        with preserve_version_counter(detached):
+        # tensors of inference mode have no versions
+        with_versions = tuple(tensor for tensor in detached if not tensor.is_inference())
+        with preserve_version_counter(with_versions):
             broadcast_coalesced(member_group(group), detached, COALESCED_BYTES, source)
 
 
