@@ -296,6 +296,8 @@ def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> lis
                     resource.RLIMIT_FSIZE, (2**20 if place is resource else soft, hard)
                 )
             wrong += [f"{name}: {text}" for text in _check_fallback(group, expected)]
+            # The ranks serve other tests, too.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return wrong
 
 
