@@ -96,7 +96,8 @@ def test_points_that_did_not_end_say_so(tmp_path):
 
 def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     commands = []
-    for config in (FakeConfig(world_size=2).model_dump(), {"actions": "of a reader"}):
+    budget = FakeConfig(world_size=2, budget_s=23.7).model_dump()
+    for config in (budget, {"actions": "of a reader"}):
         with RunWriter.create(tmp_path, header(POINTS, config=config)) as writer:
             commands.append(provenance_rows(FAKE, Run.load(writer.path))["Measure again"])
     assert commands[0].endswith("labkit report fake --profile smoke --set world_size=2")

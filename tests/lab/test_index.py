@@ -21,7 +21,9 @@ from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run
 from labkit.lab.wording import headline, statement
 from labkit.machine.description import describe_machine
+from labkit.studies import load_lab
 from tests.lab.fake_lab import FAKE, FakePoint, header
+from tests.rehearsal.pages import recorded
 
 MAX_WORDS = 1500
 POINTS = [FakePoint(action="fine", size=size) for size in range(7)]
@@ -70,9 +72,9 @@ def write_run(folder, *, lab="fake", machine=None, ends=("ok", "ok"), rows=(), i
     return writer.path
 
 
-def index(folder, *questions, error=None, **run):
+def index(folder, *questions, error=None, study=FAKE, **run):
     """Its main part, with plain spaces before units."""
-    lab = replace(FAKE, questions=questions)
+    lab = replace(study, questions=questions)
     path = None if error else str(write_run(folder, **run))
     record = PageRecord(lab="fake", error=error, run=path)
     (folder / "fake.json").write_text(record.model_dump_json())
@@ -103,6 +105,17 @@ def test_a_run_of_another_or_a_busy_machine_recommends_and_finds_nothing_here(re
     assert 'id="largest"' not in html
     assert ("2 times faster" in html) == (reason != "busy")
     assert ("This machine was busy" if reason == "busy" else "measured elsewhere") in html
+
+
+def test_an_example_recommends_and_finds_nothing_and_says_what_it_is(tmp_path):
+    example = replace(FAKE, example=lambda config: "an example")
+    html = index(tmp_path, BETTER, study=example)
+    assert "Use bf16" not in html
+    assert 'id="largest"' not in html
+    assert re.search(r"<dd>An example: .*2 times faster", html)
+    lab = load_lab("your_training")
+    assert lab.example(recorded("your_training").header.config)
+    assert lab.example({"file": "train.py:setup"}) is None
 
 
 def test_a_few_slower_alternatives_are_no_difference_where_none_is_faster(tmp_path):

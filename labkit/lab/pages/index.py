@@ -66,6 +66,11 @@ class Entry:
         return self.run.header.machine.identity == describe_machine().identity
 
     @property
+    def example(self) -> str | None:
+        """What the run measured if it is an example; None if it tells about the machine."""
+        return self.lab.example(self.run.header.config) if self.run else None
+
+    @property
     def first(self) -> Answered | None:
         """The lab in one line: the first question that was measured.
 
@@ -110,7 +115,8 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     # Pages may be copied together from several machines: only this one's runs recommend.
     here = [entry for entry in entries if entry.run is not None and entry.is_here]
     busy = [entry.lab.title for entry in here if entry.run and entry.run.is_busy]
-    usable = [entry for entry in here if entry.run and not entry.run.is_busy]
+    quiet = [entry for entry in here if entry.run and not entry.run.is_busy]
+    usable = [entry for entry in quiet if entry.example is None]
     answers = [one for entry in usable for one in entry.answers]
     code = next(filter(None, (combined_code(entry.run) for entry in usable if entry.run)), None)
     # until all labs are measured, whose answers it combines

@@ -27,10 +27,12 @@ RULE = (
 def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
     """Return facts of the provenance card by name."""
     path = relative_to_project(run.path)
+    example = lab.example(run.header.config)
     hosts = run.header.ranks_by_host
     resumed = "; ".join(map(_describe_resumption, run.resumptions))
     return {
         "Run": path,
+        **({"Subject": example} if example else {}),
         "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
         "Measured by": run.header.command,
         **({"Resumed at": resumed} if resumed else {}),
@@ -53,14 +55,21 @@ def _describe_resumption(resumption: Resumption) -> str:
 
 def _command_again(lab: Lab, header: RunHeader) -> str:
     """Return the command with the --set options that lead from the profile to the config of the
-    run."""
+    run.
+
+    Without the time that the run had: on another machine it would leave out other points, or none.
+    """
     try:
         lab.configure(header.profile, header.config, header.machine)
     except ParameterError:
         return "by the notebook with the alternatives that it adds, or the labkit that measured it"
     profiles = lab.profiles_on(header.machine, header.config.get("device") or AUTO)
     profile = profiles[header.profile].model_dump(mode="json")
-    changed = {name: value for name, value in header.config.items() if profile[name] != value}
+    changed = {
+        name: value
+        for name, value in header.config.items()
+        if name != "budget_s" and profile[name] != value
+    }
     options = [
         f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()
     ]

@@ -200,11 +200,13 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
     answers: Mapping[str, Answer] = {}
     machine: dict[str, str] = {}
     provenance: dict[str, str] = {}
+    example = None
     if (file := notebook_run(notebook)) is not None:
         run, answers = answered_run(lab, file)
         record = PageRecord(lab=lab.name, run=relative_to_project(file), error=error)
         machine = machine_rows(run.header.machine)
         provenance = provenance_rows(lab, run)
+        example = lab.example(run.header.config)
     rest = {name: value for name, value in machine.items() if name not in SUMMARY_FACTS}
     document = nbformat.read(notebook, as_version=4)
     _hide_empty_sections(document.cells)
@@ -217,6 +219,7 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
         "summary": render(
             "page_summary.html.j2",
             run=run,
+            example=example,
             error=error,
             rule=RULE,
             machine=machine_summary(machine),

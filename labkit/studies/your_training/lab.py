@@ -1,7 +1,7 @@
 """Your own training: what its step costs, where its time goes, and what each change would gain."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -67,6 +67,13 @@ def _expect_file(config: YourTrainingConfig, say: Say) -> None:
     """ParameterError without a file; the setup of a notebook comes with `lab_on`."""
     if config.file is None:
         raise ParameterError("expected a setup: --set file=train.py:setup, or the notebook's cell")
+
+
+def _example(config: Mapping[str, Any]) -> str | None:
+    """Name the notebook's setup; None if a file has it. A report runs the notebook as committed."""
+    if config.get("file"):
+        return None
+    return "the notebook's setup, an example unless you overwrote it"
 
 
 PART = Metric("seconds", "part", (), where={"kind": "part"})
@@ -158,6 +165,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     prepare=_expect_file,
+    example=_example,
     alternatives=("change", "strategy"),
     names={
         YOURS: "your training",
