@@ -1,7 +1,10 @@
 """The bounds of the benchmarks; nothing is timed."""
 
 import runpy
+import shutil
 from pathlib import Path
+
+from labkit.lab.project import recorded_directory
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -17,3 +20,16 @@ def test_a_bound_is_met_or_missed_by_its_pair_alone():
         )
         assert (word in line, missed) == (True, bound < 0.9)
         assert ("at most" in other, is_other_missed) == (False, False)
+
+
+def test_reports_agree_with_themselves_and_not_with_the_opposite(tmp_path, capsys):
+    agreement = runpy.run_path(str(BENCHMARKS / "agreement.py"))
+    for name in ("first", "same", "swapped"):
+        shutil.copytree(recorded_directory() / "tuned_step", tmp_path / name / "tuned_step")
+    (run,) = (tmp_path / "swapped").glob("*/*.jsonl")
+    text = run.read_text().replace('"joined"', '"-"').replace('"default"', '"joined"')
+    run.write_text(text.replace('"-"', '"default"'))
+    for other, agrees in (("same", True), ("swapped", False)):
+        pairs = agreement["newest_pairs"](tmp_path / "first", tmp_path / other)
+        assert agreement["print_agreement"](pairs) is agrees
+    assert "opposite tuned_step.gain" in capsys.readouterr().out

@@ -16,7 +16,7 @@ import pandas as pd
 
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.facts import Answer
+from labkit.lab.facts import Answer, Verdict
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
 from labkit.lab.project import write_file
@@ -29,8 +29,9 @@ REPEATING.add("ratio_within")  # older runs have it in the place of `gain`
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 """Further fields of a point that do not change what is measured."""
 
-OUTCOMES = ("agree", "differ", "lost", "gained")
-"""Fates of a verdict; "lost": the first run has it, and the other does not."""
+OUTCOMES = ("agree", "differ", "opposite", "lost", "gained")
+"""Fates of a verdict; "opposite": yes and no; "lost": the first run has it, and the other does
+not."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Pair:
             elif first == "not measured":
                 outcomes[question] = "gained"
             else:
-                outcomes[question] = "agree" if first == other else "differ"
+                outcomes[question] = verdict_outcome(first, other)
         return outcomes
 
     def unshared_reason(self) -> str:
@@ -73,6 +74,14 @@ class Pair:
             f"the runs of {self.lab.name} share no point:"
             f" {', '.join(differences) or 'none was planned by both'}"
         )
+
+
+def verdict_outcome(first: Verdict, other: Verdict) -> str:
+    """Return whether two verdicts on the same question agree, differ, or are opposite."""
+    if first == other:
+        return "agree"
+    # Anything else leaves open what one of them says: "it depends" holds both.
+    return "opposite" if {first, other} == {"yes", "no"} else "differ"
 
 
 def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pair]:

@@ -110,7 +110,7 @@ def first(tmp_path):
     [
         ({"ring": 0.5}, "agree"),
         ({"ring": 0.7}, "agree"),
-        ({"ring": 1.5}, "differ"),
+        ({"ring": 1.5}, "opposite"),
         ({"ring": 1.0}, "differ"),
         ({"repeats": 4}, "differ"),  # too few to tell
         ({"repeats": 0}, "lost"),

@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import binom
 
 from labkit.lab.answers import Check, Compare
+from labkit.lab.compare import verdict_outcome
 from labkit.studies import LABS, load_lab
 from tests.studies.simulated import recorded_run, series_of, simulate
 
@@ -105,10 +106,10 @@ def test_two_reports_of_one_machine_agree_and_none_says_the_opposite():
             if isinstance(question, Compare) and series_of(lab, question.id):
                 verdicts = [simulate(lab, question, seed, gain=None).verdict for seed in range(6)]
                 pairs += [
-                    (lab, question.id, *pair)
+                    (verdict_outcome(*pair), lab, question.id, *pair)
                     for pair in zip(verdicts[::2], verdicts[1::2], strict=True)
                 ]
-    assert not [pair for pair in pairs if {*pair[2:]} == {"yes", "no"}]
-    agreeing = [pair for pair in pairs if pair[2] == pair[3]]
-    print(len(agreeing), len(pairs), [pair for pair in pairs if pair[2] != pair[3]])
-    assert len(agreeing) >= MIN_AGREEMENT * len(pairs)
+    counts = Counter(outcome for outcome, *_ in pairs)
+    print(counts, [pair for pair in pairs if pair[0] != "agree"])
+    assert not counts["opposite"]
+    assert counts["agree"] >= MIN_AGREEMENT * len(pairs)
