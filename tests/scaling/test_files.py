@@ -420,11 +420,28 @@ def test_hostile_configs_are_refused_in_one_line(case, tmp_path):
 
 
 def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
-    both = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
-    assert read_model(_config(tmp_path, both)).parameters
-    unknown = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}
-    with pytest.raises(ValueError, match=r"`text_config`.*got 'qwen3_vl_text'"):
+    dense = read_model(_config(tmp_path, LLAMA)).parameters
+    for kind, key in (("gemma3_text", "text_config"), ("qwen3_vl_text", "text_config")):
+        both = {"model_type": "x", key: LLAMA | {"model_type": kind, "tie_word_embeddings": False}}
+        assert read_model(_config(tmp_path, both)).parameters == dense
+    for key in ("llm_config", "language_config"):
+        assert read_model(_config(tmp_path, {"model_type": "x", key: LLAMA})).parameters == dense
+    unknown = {"model_type": "x", "text_config": {"model_type": "mllama_text_model"}}
+    with pytest.raises(ValueError, match=r"`text_config`.*got 'mllama_text_model'"):
         read_model(_config(tmp_path, unknown))
+    mixture = {"model_type": "llama4_text", "num_experts_per_tok": 1}
+    with pytest.raises(ValueError, match="mixture of experts"):
+        read_model(_config(tmp_path, {"model_type": "llama4", "text_config": mixture}))
+
+
+def test_a_config_of_any_name_is_named_by_its_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(LLAMA))
+    assert read_model(path).name == "mine"
+    for config in (LLAMA | {"num_experts_per_tok": 2}, LLAMA | {"model_type": "x"}):
+        path.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=f"{path}: "):
+            read_model(path)
 
 
 @pytest.mark.parametrize(
