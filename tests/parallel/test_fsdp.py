@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -687,6 +688,45 @@ def test_scaler() -> list[str]:
 class Boxed(nn.Linear):
     def forward(self, data: Data) -> Data:  # type: ignore[override]
         return Data(super().forward(data.x))
+
+
+@on_ranks(2)
+def test_penalties() -> list[str]:
+    """A penalty on weights has the value and the gradients of one process, wherever it enters."""
+    rank = dist.get_rank()
+    x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(2, 2, WIDTH)
+    penalties = {
+        "squares": lambda model: sum(p.square().sum() for p in model.parameters()),
+        "norms": lambda model: sum(torch.norm(p) for p in model.parameters()),
+        "full": lambda model: whole(sum(p.square().sum() for p in model.parameters())),
+    }
+    ways = {
+        "after": lambda model, penalty, x: model(x).square().mean() + 0.1 * penalty(model),
+        "before": lambda model, penalty, x: 0.1 * penalty(model) + model(x).square().mean(),
+        "product": lambda model, penalty, x: model(x).square().mean() * penalty(model),
+        "alone": lambda model, penalty, x: 0.1 * penalty(model),
+    }
+    wrong = []
+    for (name, penalty), (way, loss) in product(penalties.items(), ways.items()):
+        torch.manual_seed(0)
+        one = plain().double()
+        halves = [loss(one, penalty, half) for half in x]
+        torch.stack(halves).mean().backward()
+        for wrap in (FSDP, _zero2):
+            torch.manual_seed(0)
+            model = wrap(plain().double())
+            mine = loss(model, penalty, x[rank])
+            mine.backward()
+            grads = [p.grad.full_tensor() for p in model.parameters()]
+            error = furthest(
+                [*grads, whole(mine)], [*[p.grad for p in one.parameters()], halves[rank]]
+            )
+            wrong += [] if error < 1e-10 else [f"{name} {way}, {wrap}: {error}"]
+    return wrong
+
+
+def whole(number: Any) -> Tensor:
+    return number.full_tensor() if hasattr(number, "full_tensor") else number
 
 
 @on_ranks(2)

@@ -38,6 +38,7 @@ from labkit.parallel.overlap import Channel, tensors_in
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.hooks import OF_EVERY_MODULE, cast
 from labkit.parallel.sharding.partition import UnitMembers, Units, find_units, partition
+from labkit.parallel.sharding.penalty import ShardInLoss
 from labkit.parallel.sharding.sharded import (
     SHARD,
     as_rows,
@@ -88,8 +89,9 @@ class FSDP(nn.Module):
     Build the optimizer from `parameters()`. If no rank has a gradient for a parameter, its `.grad`
     stays None. All ranks must run the same units in the same order, forward and backward. Within a
     unit they may use different parameters, of which the others add zeros. Unsharded parameters can
-    be read only while their unit runs, and not written to; a write to their `data` is lost. Hooks
-    on shards see the mean gradient. torch.compile compiles the model's code, not the gathers.
+    be read only while their unit runs, and not written to; a write to their `data` is lost. A
+    penalty on shards can be added to the loss. Hooks on shards see the mean gradient. torch.compile
+    compiles the model's code, not the gathers.
 
     After an error on one rank alone, the other ranks' pass fails, too, and so does every later one.
     To go on, wrap a new model, and load this one's `state_dict()`.
@@ -174,6 +176,8 @@ class FSDP(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards, even while their unit is unsharded."""
+        if torch.is_grad_enabled():
+            self._state.set_shard_class(ShardInLoss)  # for a penalty before the forward pass
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, getattr(parameter, "sharded_parameter", parameter)
 

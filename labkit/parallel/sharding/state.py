@@ -33,6 +33,7 @@ from labkit.parallel.overlap import BackwardPass, Channel
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.sharding.agreement import PassAgreement
 from labkit.parallel.sharding.hooks import Hook, cast, find_gradient_nodes, register_post_backward
+from labkit.parallel.sharding.penalty import ShardInLoss
 from labkit.parallel.sharding.sharded import Sharded
 from labkit.parallel.sharding.unit import Options, Unit, uncopyable
 
@@ -80,6 +81,13 @@ class FSDPState:
                 partial(self._after_call, unit), with_kwargs=True, always_call=True
             )
 
+    def set_shard_class(self, shard_class: type[Sharded]) -> None:
+        """Begin or end that losses may be computed from shards: `ShardInLoss` or `Sharded`."""
+        for shard in self._names:
+            # Others stay, so that those which torch has swapped are found.
+            if type(shard) in (Sharded, ShardInLoss):
+                shard.__class__ = shard_class
+
     # Forward
 
     @disable_compile
@@ -101,6 +109,7 @@ class FSDPState:
 
     def _root_pre_forward(self, unit: Unit) -> None:
         """Begin a forward pass: ranks agree on the model. A collective."""
+        self.set_shard_class(Sharded)
         if self._backward.is_unfinished:
             self._reset_iteration()
         self._root = unit
@@ -133,7 +142,9 @@ class FSDPState:
             self._root = None
             for each in self._units:  # also those that were prefetched, but not called
                 each.reshard(keep_memory=keep_memory)
-            if not self._has_backward:
+            if self._has_backward:
+                self.set_shard_class(ShardInLoss)
+            else:
                 # Outputs of the wrong unit would be used before the ranks agree again.
                 self._agree("end of evaluation", dict, [])
 
@@ -175,6 +186,7 @@ class FSDPState:
         if not self._backward.is_running:
             if self._backward.is_unfinished:
                 self._reset_iteration()
+            self.set_shard_class(Sharded)
             self._expected = self._order[::-1]
             for each in self._units:
                 # Another forward pass may have run while they were frozen, or trained.
