@@ -1,13 +1,52 @@
-"""No answer of a report says the opposite of another: over all recorded runs, by their fields."""
+"""No sentence of a report says the opposite of another: over all recorded runs, by fields, and on
+the index as it is rendered, by topics."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from labkit.lab.answers import TOPICS
-from labkit.lab.facts import Comparison
+from labkit.lab.answers import TOPICS, Compare
+from labkit.lab.facts import Comparison, Counts
+from labkit.lab.pages import index
+from labkit.lab.pages.record import PageRecord, answered_run
+from labkit.lab.project import recorded_directory
+from labkit.lab.recommended import DEFAULT
 from labkit.studies import LABS, load_lab
-from tests.studies.simulated import recorded_run
+
+TOPIC_OF = {
+    "attention.fastest": "attention",
+    "attention.peak_memory": "attention",
+    "training_step.compile": "compile",
+    "precision.autocast_speed": "precision",
+    "data_parallel.fastest": "wrapper",
+    "data_parallel.memory": "wrapper",
+    "data_parallel.bucket_size": "buckets",
+    "data_parallel.accumulation": "accumulation",
+    "sharding.peaks": "sharding",
+    "sharding.time": "sharding",
+    "sync_batchnorm.price": "batch norm",
+    "sync_batchnorm.memory": "batch norm",
+    "cifar100.sync_batchnorm": "batch norm",
+    "cifar100.sync_batchnorm_time": "batch norm",
+    "memory.checkpointing": "checkpointing",
+    "memory.checkpointing_time": "checkpointing",
+    "all_reduce.algorithms": "all-reduce",
+    "all_reduce.transports": "transport",
+    "all_reduce.scheduling": "scheduling",
+    "model_parallel.transport": "transport",
+    "model_parallel.width": "tensor parallelism",
+    "context_parallel.length": "context parallelism",
+    "context_parallel.memory": "context parallelism",
+}
+"""What questions are about: those of one topic have the same baseline, whatever it is called."""
+FIELD_TOPICS = {
+    "precision": "precision",
+    "attention": "attention",
+    "compiled": "compile",
+    "wrapper": "wrapper",
+}
+"""What the fields of the combined configuration are about."""
 
 
 def compared(question, results, answer):
@@ -47,9 +86,19 @@ def contradictions(asked, results):
 
 
 def answered(lab):
+    """Questions of a lab with the answers of its recorded run."""
     study = load_lab(lab)
-    results = recorded_run(lab).results()
-    return [(one, one.answer(results)) for one in study.questions], results
+    run, answers = answered_run(study, newest_recorded(lab))
+    asked = [(question, answers[question.id]) for question in study.questions]
+    return asked, replace(run.results(), names=study.names)
+
+
+def answers_of(lab):
+    return answered_run(load_lab(lab), newest_recorded(lab))[1]
+
+
+def newest_recorded(lab):
+    return max((recorded_directory() / lab).glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -66,11 +115,116 @@ def test_a_denial_is_found():
     assert contradictions([(question, answer), (question, swapped)], results)
 
 
+@pytest.fixture
+def rendered(tmp_path, monkeypatch):
+    """Renders the index of all recorded runs as if this machine had measured them."""
+    monkeypatch.setattr(index.Entry, "is_here", property(lambda entry: entry.run is not None))
+    for lab in LABS:
+        record = PageRecord(lab=lab, run=str(newest_recorded(lab)))
+        (tmp_path / f"{lab}.json").write_text(record.model_dump_json())
+
+    def render(**changed):
+        """Its main part; `changed`: fields of the answer to whether the tuned step gains."""
+
+        def answer(lab, file):
+            run, answers = answered_run(lab, file)
+            if lab.name == "tuned_step":
+                answers = answers | {"gain": replace(answers["gain"], **changed)}
+            return run, answers
+
+        monkeypatch.setattr(index, "answered_run", answer)
+        html = index.write_index(map(load_lab, LABS), tmp_path).read_text()
+        return html[html.index("<main") : html.index("</main>")]
+
+    return render
+
+
+def shown_on(html):
+    """Names of all questions whose answers an index says, "lab.question": with a link, or as the
+    only line of a lab."""
+    linked = re.findall(r'href="(\w+)\.html#answer-(\w+)"', html)
+    lines = re.findall(r'<dt><a href="(\w+)\.html">', html)
+    firsts = [(lab, load_lab(lab).questions[0].id) for lab in lines]
+    return {".".join(pair) for pair in (*linked, *firsts)}
+
+
+def recommended_on(html):
+    """The question behind each recommendation of an index, by the title of its topic."""
+    section = html.split('id="do-this"')[1].split("</section>")[0]
+    topics = re.findall(r'<dt>([^<]*)</dt>.*?href="(\w+)\.html#answer-(\w+)"', section, re.DOTALL)
+    return {title: f"{lab}.{question}" for title, lab, question in topics}
+
+
+def stance(question, answer):
+    """Whether an answer is for a change from the baseline or for keeping it; None for neither."""
+    if answer.advice is not None:
+        return "keep" if answer.advice == question.keep else "change"
+    is_kept = answer.verdict == "no" and answer.direction == "worse"
+    return {"yes": "change", "no": "keep" if is_kept else None}.get(answer.verdict)
+
+
+def stances_on(html):
+    """What an index is for: sets of stances by topic and kind of quantity."""
+    stances = {}
+    for name in shown_on(html):
+        lab, question_id = name.split(".")
+        question = load_lab(lab).question(question_id)
+        answer = answers_of(lab)[question_id]
+        if name in TOPIC_OF and isinstance(answer, Comparison):
+            kind = "bytes" if answer.quantity.endswith("bytes") else answer.quantity
+            key = TOPIC_OF[name], kind.replace("epoch_s", "seconds")
+            stances.setdefault(key, set()).add(stance(question, answer))
+    if "<pre" in html:  # the combined configuration, which is for all that it changes
+        values = answers_of("tuned_step")["ingredients"].values
+        for field, topic in FIELD_TOPICS.items():
+            if values[field] != getattr(DEFAULT, field):
+                stances.setdefault((topic, "seconds"), set()).add("change")
+    return {key: found - {None} for key, found in stances.items()}
+
+
+def test_every_question_with_a_recommendation_has_a_topic_here():
+    for lab in LABS:
+        for question in load_lab(lab).questions:
+            if isinstance(question, Compare) and question.topic:
+                assert f"{lab}.{question.id}" in TOPIC_OF
+
+
+@pytest.mark.parametrize("verdict", ["yes", "no", "no clear difference", "undecided"])
+def test_the_index_is_for_one_thing_in_each_topic(verdict, rendered):
+    """Also if the joint gain is not shown: then all single recommendations stand."""
+    changed = {"verdict": verdict}
+    if verdict != "yes":
+        direction = "worse" if verdict == "no" else None
+        changed |= {"advice": None, "direction": direction, "low": 1.1, "high": 1.1, "effect": 1.1}
+        changed |= {"counts": Counts(1, worse=verdict == "no")}
+    html = rendered(**changed)
+    stances = stances_on(html)
+    assert {"change", "keep"} <= set().union(*stances.values())
+    assert not [key for key, found in stances.items() if len(found) > 1]
+    advised = {
+        TOPICS[question.topic]
+        for lab in LABS
+        for question, answer in answered(lab)[0]
+        if question.topic and answer.advice and not load_lab(lab).example({})
+    }
+    joint = {TOPICS[topic] for topic in index.COMBINED_TOPICS}
+    assert advised & joint
+    assert set(recommended_on(html)) == (advised - joint if verdict == "yes" else advised)
+    assert ("<pre" in html) == (verdict == "yes")
+
+
+def test_an_index_for_two_things_is_found(rendered, monkeypatch):
+    html = rendered()
+    monkeypatch.setitem(TOPIC_OF, "precision.autocast_speed", "batch norm")
+    monkeypatch.setitem(TOPIC_OF, "sync_batchnorm.price", "precision")
+    assert [key for key, found in stances_on(html).items() if len(found) > 1]
+
+
 def test_labs_do_not_advise_to_change_and_to_keep_in_one_topic():
     kinds = {topic: set() for topic in TOPICS}
     for lab in LABS:
         for question, answer in answered(lab)[0]:
             if isinstance(answer, Comparison) and answer.advice and question.topic:
-                kinds[question.topic].add("keep" if answer.advice == question.keep else "change")
+                kinds[question.topic].add(stance(question, answer))
     assert any(kinds.values())
     assert all(len(kind) <= 1 for kind in kinds.values()), kinds

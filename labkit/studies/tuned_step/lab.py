@@ -115,7 +115,6 @@ LAB = Lab(
             metric=TIME,
             baseline=DEFAULT_NAME,
             advice="Train with the combined configuration{where}: `labkit advise --apply`.",
-            keep="Train with the defaults.",
         ),
         Report(
             id="ingredients",
