@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -63,6 +62,12 @@ from labkit.parallel.tensor_plan import (
     apply_rules,
     named_tensors,
     read_plan,
+)
+from labkit.parallel.tensor_state import (
+    get_optimizer_state,
+    load_parts,
+    save_parts,
+    set_optimizer_state,
 )
 from labkit.parallel.transport import AUTO, CHOICES, member_group
 
@@ -127,8 +132,8 @@ class TensorParallel(nn.Module):
         self._mark()
         # in a list, since it is a layer of `module` alone
         self._heads = [layer for layer in model.modules() if isinstance(layer, VocabularyLinear)]
-        self.register_state_dict_post_hook(_save_parts)
-        self.register_load_state_dict_pre_hook(_load_parts)
+        self.register_state_dict_post_hook(save_parts)
+        self.register_load_state_dict_pre_hook(load_parts)
 
     def _cut(self, rules: Rules) -> None:
         """Keep this rank's parts. A tensor that several layers have stays one."""
@@ -223,6 +228,20 @@ class TensorParallel(nn.Module):
                 whole[name] = None if part is None else part.clone()
         return whole
 
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state by name, with parts as DTensors, as `state_dict` has them.
+
+        For `torch.distributed.checkpoint`, to save, or to load into. The optimizer has this model's
+        parameters and treats each element alone, as SGD and Adam do.
+        """
+        return get_optimizer_state(self, optimizer, self._layouts)
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        """Load an `optimizer_state_dict` that `torch.distributed.checkpoint` has filled."""
+        set_optimizer_state(self, optimizer, self._layouts, state_dict)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
@@ -246,50 +265,3 @@ def _describe_batch(batch: Mapping[str, Any], group: dist.ProcessGroup) -> dict[
             if not value.is_floating_point():
                 description[name] = describe_values(value, group)
     return description
-
-
-# State dicts
-
-
-@cache
-def _make_mesh(group: dist.ProcessGroup, device: str) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh  # torch's DTensor takes half a second
-
-    return DeviceMesh.from_group(group, device)
-
-
-def _save_parts(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put parts into a state dict as DTensors, which say where in the whole tensor they belong."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    for name, layout in wrapper._layouts.items():
-        part = state.get(f"{prefix}module.{name}")
-        # FSDP has DTensors of its own
-        if layout.dim is not None and part is not None and not isinstance(part, DTensor):
-            mesh = _make_mesh(layout.group, part.device.type)
-            stride = torch.empty(layout.shape, device="meta").stride()
-            state[f"{prefix}module.{name}"] = DTensor.from_local(
-                part, mesh, [Shard(layout.dim)], run_check=False, shape=layout.shape, stride=stride
-            )
-
-
-def _load_parts(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take this rank's parts of whole tensors and DTensors, by names of wrapper or model."""
-    for name, tensor in named_tensors(wrapper.module):
-        key = f"{prefix}module.{name}"
-        if prefix + name in state:
-            state[key] = state.pop(prefix + name)
-        layout = wrapper._layouts.get(name)
-        value = state.get(key)
-        if value is None or layout is None or layout.dim is None or hasattr(tensor, "to_local"):
-            continue  # whole on every rank, or FSDP takes its rows
-        if hasattr(value, "to_local"):
-            local = value.to_local()
-            value = cut(value.full_tensor(), layout) if local.shape != tensor.shape else local
-        elif value.shape == layout.shape:
-            value = cut(value, layout)
-        else:
-            # parts have one name on all ranks: a file of them may have another rank's
-            got = f"a part, {tuple(value.shape)}"
-            raise ValueError(f"expected all of {name}, {tuple(layout.shape)}, got {got}")
-        state[key] = value

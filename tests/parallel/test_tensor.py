@@ -470,6 +470,48 @@ def test_states(tmp_path: Path) -> list[str]:
     return wrong + find_refusals_that_fail(attempts)
 
 
+@on_ranks(4)
+def test_optimizer_states(tmp_path: Path) -> list[str]:
+    """A training on two ranks goes on, with its optimizer's state, on four, on one and on two."""
+    rank = dist.get_rank()
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(TOKENS, TARGETS.roll(step)).backward()
+            optimizer.step()
+
+    def make(group: Any, seed: int = 0) -> tuple[TensorParallel, torch.optim.Optimizer]:
+        model = tensor_parallel(build(seed=seed), group)
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+        return model, torch.optim.AdamW([{"params": matrices}, others], lr=0.01, weight_decay=0.3)
+
+    def state_of(model: TensorParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+
+    one = make(alone)
+    train(*one, range(4))
+    expected = one[0].gather_state_dict()
+    saved = make(pair)
+    train(*saved, range(2))
+    checkpoint.save(state_of(*saved), checkpoint_id=tmp_path)
+    wrong = []
+    for group in (None, alone, pair):
+        model, optimizer = make(group, seed=1)
+        state = state_of(model, optimizer)
+        checkpoint.load(state, checkpoint_id=tmp_path)
+        model.load_state_dict(state["model"])
+        model.load_optimizer_state_dict(optimizer, state["optimizer"])
+        train(model, optimizer, range(2, 4))
+        error = furthest(model.gather_state_dict(), expected)
+        if not error <= EXACT:
+            wrong.append(f"on {dist.get_world_size(group)} ranks: {error}")
+    return wrong
+
+
 @on_ranks(2)
 def test_a_rank_that_gathers_alone_says_so() -> list[str]:
     model = tensor_parallel(own_model.build(), plan=own_model.PLAN)

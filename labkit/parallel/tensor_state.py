@@ -1,0 +1,124 @@
+"""States of a cut model and of its optimizer: parts as DTensors, which say where they belong.
+
+Parts have one name on all ranks, so a checkpoint of ordinary tensors would keep one rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.parallel.gradients import Layout
+from labkit.parallel.tensor_collectives import cut, part_lengths
+from labkit.parallel.tensor_plan import named_tensors
+
+PREFIX = "module."
+
+
+@cache
+def _make_mesh(group: dist.ProcessGroup, device: str) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh  # torch's DTensor takes half a second
+
+    return DeviceMesh.from_group(group, device)
+
+
+def _as_dtensor(part: Tensor, layout: Layout) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert layout.dim is not None
+    mesh = _make_mesh(layout.group, part.device.type)
+    stride = torch.empty(layout.shape, device="meta").stride()
+    return DTensor.from_local(
+        part,
+        mesh,
+        [Shard(layout.dim)],
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=stride,
+    )
+
+
+def save_parts(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook after a `state_dict`: put parts into it as DTensors."""
+    for name, layout in wrapper._layouts.items():
+        key = f"{prefix}{PREFIX}{name}"
+        part = state.get(key)
+        # FSDP has DTensors of its own
+        if layout.dim is not None and part is not None and not hasattr(part, "to_local"):
+            state[key] = _as_dtensor(part, layout)
+
+
+def load_parts(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook before loading: take this rank's parts of whole tensors and DTensors.
+
+    Names are the wrapper's or the model's.
+    """
+    for name, tensor in named_tensors(wrapper.module):
+        key = f"{prefix}{PREFIX}{name}"
+        if prefix + name in state:
+            state[key] = state.pop(prefix + name)
+        layout = wrapper._layouts.get(name)
+        value = state.get(key)
+        if value is None or layout is None or layout.dim is None or hasattr(tensor, "to_local"):
+            continue  # whole on every rank, or FSDP takes its rows
+        state[key] = _local_part(name, value, layout)
+
+
+def get_optimizer_state(
+    wrapper: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
+) -> dict[str, Any]:
+    """Return an optimizer's state by name, with parts as DTensors."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    state: dict[str, Any] = get_optimizer_state_dict(wrapper, optimizer)
+    parameters = dict(wrapper.named_parameters())
+    for name, values in state["state"].items():
+        layout = layouts[name.removeprefix(PREFIX)]
+        for key, value in values.items():
+            if layout.dim is None or not isinstance(value, Tensor) or not value.dim():
+                continue  # the same on every rank
+            if hasattr(value, "to_local") or value.shape != parameters[name].shape:
+                raise ValueError(
+                    f"expected an optimizer that treats each element of {name} alone, without FSDP;"
+                    f" its {key} is {tuple(value.shape)}"
+                )
+            values[key] = _as_dtensor(value, layout)
+    return state
+
+
+def set_optimizer_state(
+    wrapper: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layouts: Mapping[str, Layout],
+    state: Mapping[str, Any],
+) -> None:
+    """Load an optimizer's state by name: this rank's parts of DTensors or whole tensors."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    local: dict[str, Any] = {**state, "state": {}}
+    for name, values in state["state"].items():
+        layout = layouts[name.removeprefix(PREFIX)]
+        local["state"][name] = dict(values)
+        for key, value in values.items():
+            if layout.dim is not None and isinstance(value, Tensor) and value.dim():
+                local["state"][name][key] = _local_part(f"{name} {key}", value, layout)
+    set_optimizer_state_dict(wrapper, optimizer, local)
+
+
+def _local_part(name: str, value: Any, layout: Layout) -> Tensor:
+    """Return this rank's part of a whole tensor or DTensor. ValueError for a part."""
+    assert layout.dim is not None
+    if hasattr(value, "to_local"):
+        length = part_lengths(layout.shape[layout.dim], layout.group.size())[layout.group.rank()]
+        local: Tensor = value.to_local()
+        return local if local.shape[layout.dim] == length else cut(value.full_tensor(), layout)
+    if value.shape != layout.shape:
+        # a file of parts, which have one name on all ranks, may have another rank's
+        got = f"a part, {tuple(value.shape)}"
+        raise ValueError(f"expected all of {name}, {tuple(layout.shape)}, got {got}")
+    return cut(value, layout)
