@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_float_dtype
 
-from labkit.bench.statistics import pool_configurations
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, pool_configurations
 from labkit.lab.facts import (
     Agreement,
     Answer,
@@ -215,10 +215,13 @@ class Compare(Question):
         if not keys or others.empty:
             return ()
         fastest = others.loc[others.groupby(keys, dropna=False)["ratio"].idxmin()]
-        at = rows[[*keys, "low"]].reset_index().rename(columns={"low": "named_low"})
-        pairs = fastest.merge(at, on=keys)
-        # Where intervals overlap, the order of two alternatives may be chance.
-        pairs = pairs[pairs["high"] < pairs["named_low"]]
+        named = rows[[*keys, "low", "ratio"]].reset_index()
+        pairs = fastest.merge(named, on=keys, suffixes=("", "_named"))
+        # Where intervals overlap, the order of two alternatives may be chance. Counts differ by
+        # less than anybody would change a configuration for: "lighter still" was once 0.8%.
+        is_apart = pairs["high"] < pairs["low_named"]
+        is_relevant = pairs["ratio"] * (1 + MIN_RELEVANT_DIFFERENCE) <= pairs["ratio_named"]
+        pairs = pairs[is_apart & is_relevant]
         return tuple(
             (self._name(name, results), find_region(rows, rows.loc[some["index"]], keys))
             for name, some in pairs.groupby(metric.compare, sort=False)

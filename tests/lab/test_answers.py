@@ -257,6 +257,22 @@ def test_an_alternative_that_beats_the_named_one_somewhere_is_named_with_the_reg
     assert ask(frame({"sdpa": [0.5] * 4, "tiled": [0.6] * 4})).overtaken == ()
 
 
+@pytest.mark.parametrize(("other", "is_named"), [(0.772, False), (0.7, True)])
+def test_a_count_that_is_hardly_smaller_overtakes_nothing(other, is_named):
+    """Every layer 0.778 and every fourth 0.772: "lighter still", by 0.8%."""
+    peaks = {"base": [1.0, 1.0], "a": [0.6, 0.778], "b": [0.7, other]}
+    rows = [
+        {"size": size, "way": way, "rank": 0, "repeat": 0, "peak_bytes": 1e6 * peak}
+        for way, by_size in peaks.items()
+        for size, peak in enumerate(by_size)
+    ]
+    metric = Metric("peak_bytes", "way", ("size",), exact=True)
+    question = Compare(id="q", text="?", metric=metric, baseline="base")
+    answer = question.answer(Results(pd.DataFrame(rows)))
+    assert answer.subject == "a"
+    assert bool(answer.overtaken) is is_named
+
+
 def test_alternatives_that_are_as_good_are_named():
     """Tensor parallelism by either transport, 0.748 and 0.752: no answer may call the other
     faster."""

@@ -46,6 +46,9 @@ def test_limits_say_the_shortest_all_reduce_and_the_fastest_matmul_that_were_mea
     said = answers(run := recorded("limits"))
     times = slowest(run, "world_size", "way", sweep="exchange", what="all-reduce", n_bytes=1024)
     assert format_value("seconds", median(times[min(times)])) in headline(said["exchange"])
+    longest = slowest(run, "world_size", "way", sweep="exchange", what="all-reduce", n_bytes=2**24)
+    rate = 2**24 / median(longest[min(times)])
+    assert said["exchange"].values["bytes_per_s"] == pytest.approx(rate)
     products = slowest(
         run, "flops", "shape", "device", sweep="products", world_size=1, dtype="float32"
     )
