@@ -5,13 +5,15 @@ import re
 from functools import cache
 from pathlib import Path
 
+import nbformat
 import pandas as pd
 import pytest
 
 from labkit.lab.facts import Note
 from labkit.lab.metric import Results
-from labkit.lab.project import checkout, recorded_directory, reference_directory
+from labkit.lab.project import checkout, notebook_path, recorded_directory, reference_directory
 from labkit.lab.runs.store import Run
+from labkit.lab.units import column
 from labkit.lab.wording import headline
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
@@ -21,6 +23,9 @@ RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
 READERS = ("labkit", "notebooks", "benchmarks")
 MAX_WORDS = 25
 MAX_NUMBERS = 3
+WORD = re.compile(r"\w+")
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+COLUMN = re.compile(r"[a-z]+(_[a-z0-9]+)*_(s|bytes|flops|per_s|over_[a-z]+)")
 NUMBER = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d[\d,]*(?:\.\d+)?(?!\w|\.\d)")
 
 
@@ -92,6 +97,27 @@ def test_a_recorded_run_is_complete_and_answers_its_questions(path):
     assert sum(answer.verdict == "not measured" for answer in answers.values()) <= 1
     for answer in answers.values():
         check_headline(headline(answer))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
+def test_a_text_names_columns_as_the_table_beside_it_does(path):
+    run, answers = _answers(path)
+    tables = {id: one.table for id, one in answers.items() if one.table is not None}
+    names = set(run.frame()).union(*tables.values())
+    cells = nbformat.read(notebook_path(run.header.lab), as_version=4).cells
+    code = " ".join(cell.source for cell in cells if cell.cell_type == "code")
+    # Parameters and what a cell of code says are written as they are.
+    spelled = {*type(load_lab(run.header.lab).profiles["quick"]).model_fields, *WORD.findall(code)}
+    shown = set()
+    for cell in cells:
+        if cell.cell_type == "code":
+            question = re.search(r'lab\.answer\("(\w+)"\)', cell.source)
+            if question and question[1] in tables:
+                shown = {column(name).title for name in tables[question[1]]}
+            continue
+        for span in SPAN.findall(cell.source):
+            is_column = span in names or COLUMN.fullmatch(span)
+            assert not is_column or span in spelled | shown, (span, shown)
 
 
 def check_headline(headline):
