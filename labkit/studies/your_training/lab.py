@@ -205,6 +205,7 @@ LAB = Lab(
             metric=CHANGE,
             baseline=YOURS,
             among=[TOGETHER],
+            without_rows="Fewer than two changes pay, so there is nothing to combine.",
         ),
         Report(
             id="memory",
