@@ -30,6 +30,7 @@ from labkit.bench.intervals import (
 )
 
 Verdict = Literal["faster", "slower", "no difference shown"]
+NO_DIFFERENCE_SHOWN: Verdict = "no difference shown"
 
 # Smallest relative difference that counts. Two runs differ by more than the repeats within a run.
 MIN_RELEVANT_DIFFERENCE = 0.03
@@ -78,7 +79,7 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
         p[has_p] = false_discovery_control(p[has_p])
     is_significant = p <= FALSE_DISCOVERY_RATE
     least = 1 + MIN_RELEVANT_DIFFERENCE
-    verdict = np.full(len(p), "no difference shown", dtype=object)
+    verdict = np.full(len(p), NO_DIFFERENCE_SHOWN, dtype=object)
     verdict[is_significant & (ratio <= 1 / least)] = "faster"
     verdict[is_significant & (ratio >= least)] = "slower"
     return ratios.assign(verdict=verdict)

@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN as NONE
 from labkit.bench.statistics import combine_sessions, with_verdicts
 from tests.cases import thinned
 
 WITHIN = 0.04  # standard error of a logarithm, by the rounds of one session
 COLUMNS = ["setting", "alternative", "session", "ratio", "low", "high", "p"]
-NONE = "no difference shown"
 SPREADS = {
     "none": lambda rng, n: np.zeros(n),
     "alike": lambda rng, n: np.full(n, 0.2),

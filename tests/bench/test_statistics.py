@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from labkit.bench.intervals import estimate_paired, median_interval
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN as NONE
 from labkit.bench.statistics import (
     compare,
     compare_groups,
@@ -17,7 +18,6 @@ from labkit.bench.statistics import (
 )
 from tests.cases import thinned
 
-NONE = "no difference shown"
 NOISE = {
     "log-normal": lambda rng, n: rng.normal(0, 0.1, n),
     "t2": lambda rng, n: 0.07 * rng.standard_t(2, n),

@@ -270,27 +270,29 @@ class RankGroup:
             missing[0] if len(missing) == 1 else None,
             "timeout",
             message,
-            traceback=self._dump_stacks(),
+            traceback=self._dump_stacks(missing),
             output_tail="\n".join(filter(None, (rank.output_tail() for rank in late))),
             alternative=results.slowest_alternative([rank.current_alternative() for rank in late]),
             at=time.monotonic(),
         )
 
-    def _dump_stacks(self) -> str:
-        """Return the stacks of every rank, as of now."""
+    def _dump_stacks(self, missing: list[int]) -> str:
+        """Return the stacks of the missing ranks, as of now, and which others have finished."""
         assert self._leader is not None, "the group was started"
         # Whatever the leader receives makes it signal its ranks.
         with contextlib.suppress(OSError):
             self._leader.send(b"s")
         deadline = time.monotonic() + STACKS_TIMEOUT_S
         before: dict[int, str] = {}
-        now = dict.fromkeys(self._ranks, "")
+        late = [number for number in missing if number in self._ranks]
+        now = dict.fromkeys(late, "")
         # A dump has no end mark: it is complete when it no longer grows.
         while time.monotonic() < deadline and (now != before or not all(now.values())):
             time.sleep(0.05)
             before = now
-            now = {number: rank.stacks() for number, rank in self._ranks.items()}
-        return "\n".join(f"rank {n}:\n{dump or '(no answer)'}" for n, dump in now.items())
+            now = {number: self._ranks[number].stacks() for number in late}
+        stacks = {n: f"rank {n}:\n{dump or '(no answer)'}" for n, dump in now.items()}
+        return "\n".join(stacks.get(n, f"rank {n}: has finished") for n in self._ranks)
 
     def _forward_output(self) -> None:
         for rank in self._ranks.values():

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Metric, Results
 from labkit.studies.shared.tables import join
 from labkit.studies.your_training.changes import CHANGES
@@ -95,4 +96,4 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
         return text
     if row["verdict"] == "slower":
         return f"{-high} to {-low}% more time"
-    return f"no difference shown: {estimate}"
+    return f"{NO_DIFFERENCE_SHOWN}: {estimate}"
