@@ -133,7 +133,7 @@ class FSDP(nn.Module):
         ignored = list(ignored_params)
         members_of_units = list[UnitMembers]()
 
-        def describe() -> dict[str, object]:
+        def check_and_describe() -> dict[str, object]:
             _check(module, options)
             members_of_units.extend(partition(find_units(module, units), set(ignored)))
             return {
@@ -142,7 +142,7 @@ class FSDP(nn.Module):
                 **describe_model(module),
             }
 
-        agree_once("model", describe, group)
+        agree_once("model", check_and_describe, group)
         device = next(module.parameters()).device
         # ValueError for a transport that there is not, before any change
         channel = Channel(group, device, transport)
