@@ -21,11 +21,11 @@ from labkit.parallel.transport import AUTO, CHOICES, POINT_TO_POINT, SHARED
 from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
 from labkit.studies.shared import tasks
 from labkit.studies.shared.held import FIT_SHARE
-from labkit.studies.shared.sharding_strategies import IMPLEMENTATIONS, TORCHS, register
+from labkit.studies.shared.sharding_strategies import IMPLEMENTATIONS, NAMES, TORCHS, register
 from labkit.studies.shared.tables import add_up
 from labkit.studies.shared.verification import verify_sharding
 
-DDP, ZERO1, ZERO2, ZERO3 = STAGES
+DDP, ZERO1, _, ZERO3 = STAGES
 TORCH_DDP, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
 WorldSizes = Some[Annotated[int, Field(ge=2, le=1024)]]
 
@@ -72,15 +72,6 @@ PEAK = Metric(
 )
 AT = {"size": None, "world_size": None, "optimizer": "AdamW", "transport": SHARED}
 """Figures show the largest model and the most ranks, with AdamW over shared memory."""
-NAMES = {
-    DDP: "DDP",
-    ZERO1: "ZeRO-1",
-    ZERO2: "ZeRO-2",
-    ZERO3: "FSDP (ZeRO-3)",
-    TORCH_DDP: "torch's DDP",
-    TORCH_ZERO1: "torch's ZeRO-1",
-    TORCH_ZERO3: "torch's FSDP",
-}
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:

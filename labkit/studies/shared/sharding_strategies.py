@@ -92,6 +92,16 @@ IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
 
 `register` adds a user's.
 """
+NAMES = {
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "FSDP (ZeRO-3)",
+    "torch_ddp": "torch's DDP",
+    "torch_zero1": "torch's ZeRO-1",
+    "torch_zero3": "torch's FSDP",
+}
+"""Names of the strategies in sentences."""
 TORCHS = tuple(name for name in IMPLEMENTATIONS if name.startswith("torch_"))
 LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 

@@ -16,11 +16,12 @@ from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.parallel.data_parallel import TORCH
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.shared.tables import in_order
+from labkit.studies.shared import sharding_strategies
+from labkit.studies.shared.tables import WRAPPER_NAMES, in_order
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.gains import CHANGE
 from labkit.studies.your_training.loop import BACKWARD, PARTS
-from labkit.studies.your_training.rank_tables import NAMES, STRATEGY, scaling
+from labkit.studies.your_training.rank_tables import STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
@@ -169,7 +170,8 @@ LAB = Lab(
     alternatives=("change", "strategy"),
     names={
         YOURS: "your training",
-        **NAMES,
+        **WRAPPER_NAMES,
+        **sharding_strategies.NAMES,
         **{name: change.title for name, change in CHANGES.items()},
     },
     questions=[

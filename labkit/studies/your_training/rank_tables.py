@@ -8,19 +8,9 @@ from labkit.bench.intervals import estimate_paired
 from labkit.costs.memory import PARTS as HELD_PARTS
 from labkit.lab.metric import Metric, Results
 from labkit.parallel.data_parallel import LOCAL
-from labkit.studies.shared.sharding_strategies import TORCHS
-from labkit.studies.shared.tables import WRAPPER_NAMES, add_up
+from labkit.studies.shared.tables import add_up
 from labkit.studies.your_training.worker import STEP
 
-_, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
-NAMES = {
-    **WRAPPER_NAMES,
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "FSDP (ZeRO-3)",
-    TORCH_ZERO1: "torch's ZeRO-1",
-    TORCH_ZERO3: "torch's FSDP",
-}
 MIN_LATE_SHARE = 0.1
 """Share of a step by which a rank must be later than the others to be named."""
 
