@@ -39,8 +39,9 @@ from labkit.studies.your_training.rank_tables import lateness
 from labkit.studies.your_training.worker import measure
 
 WITHIN = 0.15
-TRUE_ROUNDS = 15
-STEPS_PER_TURN = 3
+WARM_UP_ROUNDS = 2
+TRUE_ROUNDS = 9
+STEPS_PER_TURN = 2
 NOTHING = "nothing"
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 FILE = """
@@ -230,12 +231,12 @@ def true_size(file: Path, cause: str) -> float:
         pipes.append(pipe)
         processes.append(process)
     differences = []
-    for number in range(TRUE_ROUNDS + 3):
+    for number in range(WARM_UP_ROUNDS + TRUE_ROUNDS):
         seconds = []
         for pipe in pipes:
             pipe.send(STEPS_PER_TURN)
             seconds.append(pipe.recv())
-        if number >= 3:
+        if number >= WARM_UP_ROUNDS:
             differences.append(seconds[0] - seconds[1])
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(0)
