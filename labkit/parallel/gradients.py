@@ -124,18 +124,35 @@ def any_rank_overflowed(parameters: Iterable[Tensor], groups: Sequence[Group] = 
     step and lowers its scale on all ranks, not on one. Call it before `scaler.unscale_`.
     """
     parameters = list(parameters)
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    device = next((p.device for p in parameters), torch.device("cpu"))
-    flag = torch.zeros((), device=device)
-    for grad in grads:
-        flag = torch.maximum(flag, (~grad.isfinite()).any().to(flag))
+    flag = find_overflow(parameters)
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, member_group(group))
     overflowed = bool(flag)
-    if overflowed and grads:
-        # the scaler looks at this rank's gradients only, and has no public way to be told
-        grads[0].fill_(float("inf"))
+    if overflowed:
+        mark_overflow([p.grad for p in parameters if p.grad is not None])
     return overflowed
+
+
+def find_overflow(parameters: Iterable[Tensor]) -> Tensor:
+    """Return 1 if a gradient of this rank is infinite or NaN, else 0, on the parameters' device."""
+    parameters = list(parameters)
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    flag = torch.zeros((), device=device)
+    for p in parameters:
+        if p.grad is not None:
+            grad = _local(p.grad)
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            flag = torch.maximum(flag, (~values.isfinite()).any().to(flag))
+    return flag
+
+
+def mark_overflow(grads: Sequence[Tensor]) -> None:
+    """Make a gradient infinite, if there is one.
+
+    A `GradScaler` looks at this rank's gradients only, and has no public way to be told.
+    """
+    if grads:
+        _local(grads[0]).fill_(float("inf"))
 
 
 @contextmanager

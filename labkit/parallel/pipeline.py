@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from labkit.parallel.agreement import (
     agree_once,
@@ -26,8 +27,14 @@ from labkit.parallel.agreement import (
     describe_values,
 )
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.gradients import Layout, add_layout, fork_seed
-from labkit.parallel.pipeline_agreement import agree_on_batch, check_batch, sum_over
+from labkit.parallel.gradients import (
+    Layout,
+    add_layout,
+    find_overflow,
+    fork_seed,
+    mark_overflow,
+)
+from labkit.parallel.pipeline_agreement import agree_on_batch, check_batch
 from labkit.parallel.pipeline_layers import (
     check_state,
     find_tied,
@@ -159,6 +166,7 @@ class Pipeline(nn.Module):
         targets: Tensor,
         loss_function: Loss,
         data_group: dist.ProcessGroup | None = None,
+        scaler: GradScaler | None = None,
     ) -> Tensor:
         """Add a batch's gradients to those of this rank's parameters; return its loss, float64.
 
@@ -172,6 +180,9 @@ class Pipeline(nn.Module):
         this stage of other batches. Sums and counts are then those of all batches, and the mean
         over that group (`wrapper.average`) is the gradient of the loss.
 
+        `scaler`: scales the loss, and may then be used as in one process: an overflow on one rank
+        makes all skip.
+
         Raises ValueError, on all ranks, for another batch, for a loss with parameters, if batches
         differ between ranks, and if some ranks have frozen a tied weight and others have not.
         An error of a layer or of the loss is raised on its rank, and ValueError with its text on
@@ -183,12 +194,18 @@ class Pipeline(nn.Module):
         typical_count = agree_on_batch(
             values, check, self.group, data_group, self._tied, parameters
         )
-        batch = (inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches))
         # The gradients of this step are corrected by the number of targets, earlier ones are not.
         with gradients_set_aside([*self.parameters()]):
             with fork_seed(self.group):  # else all stages drop the same positions
-                run = self._run(self._plan, *batch, loss_function, typical_count)
-            loss = self._finish_step(run, data_group)
+                run = self._run(
+                    self._plan,
+                    inputs.chunk(self.micro_batches),
+                    targets=targets.chunk(self.micro_batches),
+                    loss_function=loss_function,
+                    typical_count=typical_count,
+                    scaler=scaler,
+                )
+            loss = self._finish_step(run, data_group, scaler)
         run.warn_of_mean_of_means()
         self._marks = run.marks
         self.peak_held = run.peak_held
@@ -258,14 +275,8 @@ class Pipeline(nn.Module):
         }
         return super().load_state_dict(local, strict, assign)
 
-    def _run(
-        self,
-        plan: Plan,
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor] = (),
-        loss_function: Loss | None = None,
-        typical_count: float = 1.0,
-    ) -> Pass:
+    def _run(self, plan: Plan, inputs: Sequence[Tensor], **options: Any) -> Pass:
+        """Carry out a pass of micro-batches. `options`: as for `Pass`."""
         stages = {}
         for stage in range(self.rank, len(self.stages), self.ranks):
             numbers = self.stages[stage]
@@ -277,44 +288,32 @@ class Pipeline(nn.Module):
             self._transport,
             self.device,
             inputs,
-            targets,
-            loss_function,
-            typical_count=typical_count,
             recompute=self.recompute,
+            **options,
         )
         run.run(plan)
         return run
 
     @torch.no_grad()
-    def _finish_step(self, run: Pass, data_group: dist.ProcessGroup | None) -> Tensor:
+    def _finish_step(
+        self, run: Pass, data_group: dist.ProcessGroup | None, scaler: GradScaler | None
+    ) -> Tensor:
         """Return the loss, once tied gradients are summed and divided by the number of targets."""
         has_gradient = [
             self.rank in names and self.get_parameter(names[self.rank]).grad is not None
             for names in self._tied
         ]
-        local = torch.tensor([run.loss_sum, run.count, run.divisor], dtype=torch.float64)
-        problem: Exception | None = None
-        total = count = divisor = 0.0
-        try:
-            numbers = [*local.view(torch.int64).tolist(), *map(int, has_gradient)]
-            by_rank = run.agree_on_end(numbers)
-            total, count, divisor = torch.tensor(by_rank[-1][:3]).view(torch.float64).tolist()
-        except Exception as error:
-            problem = error
-        data_ranks = 1
-        if data_group is not None:
-            total, count, data_ranks = sum_over(data_group, total, count, problem)
-        if problem is not None:
-            raise problem
-        for number, names in enumerate(self._tied):
+        has_overflow = scaler is not None and bool(find_overflow(self.parameters()))
+        loss, factor, flags = run.agree_on_loss([has_overflow, *has_gradient], data_group)
+        overflowed, *is_used = flags
+        for names, is_used_anywhere in zip(self._tied, is_used, strict=True):
             # Where no owner has a gradient, there is none: zeros would decay the parameter.
-            is_used = any(row[3 + number] for row in by_rank)
-            if is_used and self.rank in names:
+            if is_used_anywhere and self.rank in names:
                 parameter = self.get_parameter(names[self.rank])
                 sum_tied(parameter, list(names), self.group, self._transport)
-        factor = divisor * data_ranks / count if count else 1.0
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if factor != 1 and gradients:
             foreach_mul_(gradients, factor)
-        loss = total / count if count else total
+        if overflowed:
+            mark_overflow(gradients)
         return torch.tensor(loss, dtype=torch.float64, device=self.device)

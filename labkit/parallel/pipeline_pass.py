@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.exchange import exchange
 from labkit.parallel.losses import IGNORED
 from labkit.parallel.messages import cpu_group
-from labkit.parallel.pipeline_agreement import agree_on_success
+from labkit.parallel.pipeline_agreement import agree_on_success, sum_over
 from labkit.parallel.pipeline_layers import on_copies_of_buffers
 from labkit.parallel.pipeline_schedule import Task
 from labkit.parallel.prepare import FLOAT_TYPES
@@ -75,7 +76,7 @@ class Pass:
     `stages` has the layers of each stage, by its number; other ranks' stages are not in it.
     `inputs` and `targets` are those of each micro-batch, `recompute` as for `Pipeline`. Without
     a loss function it only goes forward. `typical_count`: the same number on all ranks that have
-    parts of a batch, by which they divide sums of losses.
+    parts of a batch, by which they divide sums of losses. `scaler`: multiplies the loss.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Pass:
         loss_function: Loss | None = None,
         *,
         typical_count: float = 1.0,
+        scaler: GradScaler | None = None,
         recompute: bool = False,
     ) -> None:
         self._stages = stages
@@ -101,6 +103,10 @@ class Pass:
         self._targets = targets
         self._loss_function = loss_function
         self._typical_count = typical_count
+        self._scaler = scaler
+        if scaler is not None:
+            # On all ranks: torch's scaler has no scale before its first call, and cannot unscale.
+            scaler.scale(torch.zeros((), device=device))
         self._recompute = recompute
         self._arrived: dict[Task, Tensor | Failed | None] = {}
         self._outgoing: dict[Task, Tensor | Failed | None] = {}
@@ -140,6 +146,33 @@ class Pass:
         If a rank has failed, its error is raised there, and ValueError with its text elsewhere.
         """
         return agree_on_success("pass", self.error, self._group, numbers)
+
+    def agree_on_loss(
+        self, flags: Sequence[bool], data_group: dist.ProcessGroup | None
+    ) -> tuple[float, float, list[bool]]:
+        """Return the loss, the factor of gradients, and which flags any rank has set.
+
+        A collective. Errors as `agree_on_end`, and those of the pipelines of other batches.
+        """
+        local = torch.tensor([self.loss_sum, self.count, self.divisor], dtype=torch.float64)
+        problem: Exception | None = None
+        by_rank: list[list[int]] = []
+        total = count = divisor = 0.0
+        try:
+            by_rank = self.agree_on_end([*local.view(torch.int64).tolist(), *map(int, flags)])
+            # the last rank has the loss
+            total, count, divisor = torch.tensor(by_rank[-1][:3]).view(torch.float64).tolist()
+        except Exception as error:
+            problem = error
+        data_ranks = 1
+        if data_group is not None:
+            total, count, data_ranks = sum_over(data_group, total, count, problem)
+        if problem is not None:
+            raise problem
+        any_rank = [any(row[3 + number] for row in by_rank) for number in range(len(flags))]
+        if not count:
+            return total, 1.0, any_rank
+        return total / count, divisor * data_ranks / count, any_rank
 
     def warn_of_mean_of_means(self) -> None:
         """Warn if the loss returns means, and micro-batches have other numbers of targets."""
@@ -205,7 +238,8 @@ class Pass:
             self.divisor = float(len(self._inputs))
         self.loss_sum += total.detach().reshape(())
         self.count += count
-        return total.reshape(()) / self.divisor
+        start = total.reshape(()) / self.divisor
+        return start if self._scaler is None else self._scaler.scale(start)
 
     def _backward(self, task: Task) -> None:
         x, y = self._held.pop((task.stage, task.micro_batch))

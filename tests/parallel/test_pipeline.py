@@ -322,6 +322,35 @@ def test_errors() -> list[str]:
 
 
 @on_ranks(2)
+def test_scaler() -> list[str]:
+    """A scaler skips, and changes its scale, as in one process, though one stage overflows."""
+    model = nn.Sequential(*build())
+    stages = Pipeline(layers := build(), micro_batches=4)
+    scales = []
+    for each in (model, stages):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            # in the last stage of the pipeline
+            last = model[7][0].weight if each is model else layers[7][0].weight
+            handle = last.register_hook(lambda grad: grad * float("inf")) if step == 1 else None
+            if each is model:
+                scaler.scale(loss_of(model(TOKENS), TARGETS)).backward()
+            else:
+                stages.step(TOKENS, TARGETS, loss_of, scaler=scaler)
+            if handle is not None:
+                handle.remove()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    error = furthest(stages.gather_state_dict(), model.state_dict())
+    wrong = [] if error <= EXACT else [f"off by {error}"]
+    return wrong if scales[:4] == scales[4:] == [64, 32, 32, 64] else [*wrong, str(scales)]
+
+
+@on_ranks(2)
 def test_other_shapes() -> list[str]:
     """Steps may differ in dtype, in autocast and in shape."""
     stages = Pipeline(build(), micro_batches=4)
