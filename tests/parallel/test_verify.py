@@ -382,6 +382,17 @@ def test_a_planted_fault_is_named(fault: str) -> None:
         assert cause in text, text
 
 
+def test_the_table_of_the_docs_has_what_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    lines = page.split("| fault |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == len(FAULTS)
+    for fault, line in zip(FAULTS, lines, strict=True):
+        cause = line.split("|")[-2]
+        for text in (rank[fault][3] for rank in results()):
+            missing = [each for each in cause.split("...") if each.strip(" ,") not in text]
+            assert missing == [], text
+
+
 @pytest.mark.parametrize("training", RIGHT)
 def test_a_right_training_passes(training: str) -> None:
     for is_equal, _, _, text in (rank[training] for rank in results()):
