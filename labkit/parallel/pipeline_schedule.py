@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SIMULATED_S = {"F": 1.0, "B": 2.0}  # a task's time in `simulate`
 
 
 class Task(NamedTuple):
@@ -79,10 +80,12 @@ def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: i
         for stage in reversed(stages)
         for number in group
     ]
-    ahead = (
-        ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1])
-    )
-    ahead = len(forward) if name == "gpipe" else min(ahead, len(forward))
+    if name == "gpipe":
+        ahead = len(forward)
+    elif name == "1f1b":
+        ahead = min(ranks - 1 - rank, len(forward))
+    else:
+        ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1]), len(forward))
     pairs = zip(forward[ahead:], backward, strict=False)
     alternating = [task for pair in pairs for task in pair]
     return forward[:ahead] + alternating + backward[len(forward) - ahead :]
@@ -107,7 +110,7 @@ def simulate(schedule: Schedule) -> list[list[TaskTime]]:
             needed = _needed(task, last)
             if ends.keys() >= {*needed}:
                 start = max([ends[each] for each in needed] + [done[-1].end_s if done else 0.0])
-                ends[task] = start + (1.0 if task.kind == "F" else 2.0)
+                ends[task] = start + SIMULATED_S[task.kind]
                 done.append(TaskTime(task, start, ends[task]))
         if len(ends) == before:
             raise ValueError(
@@ -118,12 +121,14 @@ def simulate(schedule: Schedule) -> list[list[TaskTime]]:
 
 def _needed(task: Task, last: int) -> list[Task]:
     """Return the tasks that must end first: the neighbor's, and this stage's forward pass."""
-    if task.kind == "F":
-        return [task._replace(stage=task.stage - 1)] if task.stage else []
-    return [
-        task._replace(kind="F"),
-        *([task._replace(stage=task.stage + 1)] if task.stage < last else []),
-    ]
+    needed = []
+    if task.kind == "B":
+        needed.append(task._replace(kind="F"))
+        if task.stage < last:
+            needed.append(task._replace(stage=task.stage + 1))
+    elif task.stage:
+        needed.append(task._replace(stage=task.stage - 1))
+    return needed
 
 
 def peak_activations(order: Sequence[Task]) -> int:
