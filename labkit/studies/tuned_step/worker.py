@@ -14,6 +14,7 @@ from labkit.bench.check import (
     max_over_ranks,
     status_columns,
 )
+from labkit.bench.clock import SET_UP_SHARE
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import ModelPoint
@@ -27,6 +28,8 @@ from labkit.studies.shared.checks import TOLERANCES, check_completeness
 DEFAULT_NAME = "default"
 JOINED = "joined"
 TORCH = "torch"  # the wrapper of the default
+COMPILE_S = 45.0
+"""Seconds that a plan allows for compiling `mini` without a cache: 49 s on two slow cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,17 @@ class TunedStepPoint(ModelPoint):
             "the newest runs of the other labs here recommend nothing but the default: measure them"
             " first"
         )
+
+    @property
+    def planned_s(self) -> float:
+        """With compiling, which most machines recommend, if it is not known yet what this one does.
+
+        Rounds may take longer than `rounds_s` after that (`SET_UP_SHARE`).
+        """
+        if not self.compiled and self.refusal is None:
+            return super().planned_s
+        longer_s = max(0.0, SET_UP_SHARE * COMPILE_S - (self.rounds_s or 0.0))
+        return super().planned_s + COMPILE_S + longer_s
 
     @property
     def needed_bytes(self) -> float:
