@@ -141,15 +141,17 @@ def _guess_name(file: str) -> str:
 def _read(file: str, members: Mapping[str, Member]) -> HandIn:
     """Read what a hand-in's card lists; what cannot be read becomes a problem."""
     try:
-        card = json.loads(members[CARD]())
+        card = _read_object(members[CARD]())
+        labs = card.get("labs")
+        if "name" not in card or not isinstance(labs, list):
+            raise ValueError("expected a name and a list of labs")
         name = str(card["name"])[:64]
-        labs = [str(lab) for lab in card["labs"]]
     except Exception as error:
         return HandIn(file, _guess_name(file), problems=[f"cannot be read: {CARD}: {error}"])
     with suppress(ParameterError):  # the card was edited: the page escapes it
         name = normalize_name(name)
     result = HandIn(file, name)
-    for lab in labs:
+    for lab in map(str, labs):
         for read in (_read_run, _read_check):
             try:
                 read(result, lab, members)
@@ -183,13 +185,22 @@ def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
 def _read_check(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
     member = members.get(f"{lab}/check.json")
     if member is not None:
-        record = json.loads(member())
+        record = _read_object(member())
         names = ("verdict", "details", "code", "checked")
         hand_in.checks[lab] = {name: str(record.get(name, ""))[:20_000] for name in names}
 
 
+def _read_object(content: bytes) -> dict[str, Any]:
+    result = json.loads(content.decode("utf-8-sig"))
+    if not isinstance(result, dict):
+        raise ValueError(f"expected an object, it is a {type(result).__name__}")
+    return result
+
+
 def _read_cells(content: bytes) -> list[tuple[str, str]]:
-    cells: list[Any] = json.loads(content.decode("utf-8-sig"))["cells"]
+    cells = _read_object(content).get("cells")
+    if not isinstance(cells, list):
+        raise ValueError("a notebook without a list of cells")
     found = list[tuple[str, str]]()
     for cell in cells:
         if isinstance(cell, dict):

@@ -195,6 +195,33 @@ def test_hand_ins_are_known_by_their_card_whatever_a_platform_has_made_of_them(h
     assert write_class_page(folder, home / "class.html").status == 1
 
 
+def test_what_no_hand_in_of_labkit_holds_is_named_in_plain_words(home):
+    folder = home / "class"
+    folder.mkdir()
+    files = {
+        "hand-in.json": json.dumps({"name": "Ann", "labs": ["all_reduce"]}),
+        "all_reduce/check.json": "[]",
+        "list.ipynb": "[]",
+        "null.ipynb": '{"cells": null}',
+    }
+    with zipfile.ZipFile(folder / "hand-in-Ann.zip", "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    for name, card in (("Bo", "[1]"), ("Cleo", '{"name": "Cleo"}'), ("Dan", '{"labs": []}')):
+        with zipfile.ZipFile(folder / f"hand-in-{name}.zip", "w") as archive:
+            archive.writestr("hand-in.json", card)
+    problems = {one.name: one.problems for one in read_class(folder).hand_ins}
+    assert {name: len(one) for name, one in problems.items()} == {
+        "Ann": 3,
+        "Bo": 1,
+        "Cleo": 1,
+        "Dan": 1,
+    }
+    assert all(
+        "expected" in one or "without" in one for texts in problems.values() for one in texts
+    )
+
+
 def test_the_command_has_students_as_objects_and_status_1_if_one_cannot_be_read(home, command):
     _hand_in(home, home / "class", "Ann", AlternativeCheck("right"), own="mine")
     output = ("--output", str(home / "p.html"), "--json")
