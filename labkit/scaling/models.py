@@ -41,14 +41,14 @@ _SIZES = {
 _GATED = (
     "llama mistral ministral ministral3 qwen2 qwen3 phi3 internlm2 internlm3 olmo olmo2 olmo3"
     " granite stablelm baichuan gemma gemma2 gemma3_text smollm3 cohere cohere2 qwen2_vl_text"
-    " qwen2_5_vl_text qwen3_vl_text"
+    " qwen2_5_vl_text qwen2_5_omni_text qwen3_vl_text"
 )
 _UNGATED = "starcoder2 phi gpt2 gpt_neox opt mpt"
 _TIED = "gemma gemma2 gemma3_text smollm3 cohere cohere2 starcoder2 gpt2 opt mpt"
 """Model types by their feed-forward part, and those that tie embeddings unless the file says so."""
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
 """Keys of a `config.json` of a mixture of experts."""
-_LANGUAGE_MODEL = ("text_config", "llm_config", "language_config")
+_LANGUAGE_MODEL = ("thinker_config", "text_config", "llm_config", "language_config")
 """Keys under which the `config.json` of a multimodal model has its language model."""
 _MIXTURE = re.compile(r"mixtral|moe|\d+x\d+b|-a\d+b\b", re.IGNORECASE)
 """Names of mixtures of experts: Mixtral-8x7B, Qwen3-30B-A3B."""
@@ -215,12 +215,10 @@ def read_model(path: Path) -> Model:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
     where = ""
-    for key in _LANGUAGE_MODEL:
-        if isinstance(config.get(key), dict):
-            # A multimodal model: the sizes of its language model count.
-            config = config[key]
-            where = f" under `{key}`"
-            break
+    # A multimodal model: the sizes of its language model count, which may lie deeper.
+    while key := next((k for k in _LANGUAGE_MODEL if isinstance(config.get(k), dict)), None):
+        config = config[key]
+        where = f" under `{key}`"
     if any(key in config for key in _PER_TOKEN):
         raise ValueError(f"{str(path)[-80:]}: {NO_MIXTURES}")
     kind = str(config.get("model_type"))
@@ -231,9 +229,11 @@ def read_model(path: Path) -> Model:
             f"{str(path)[-80:]}: expected a model_type{where} whose sizes are known, such as"
             f" {', '.join(near)}; got {kind[:40]!r}"
         )
-    if path.name == "config.json":
-        return _model(config, kind, _folder_name(path.absolute().parent))
-    return _model(config, kind, path.stem)
+    name = path.stem if path.name != "config.json" else _folder_name(path.absolute().parent)
+    try:
+        return _model(config, kind, name)
+    except ValueError as error:
+        raise ValueError(f"{str(path)[-80:]}: {error}{where}") from None
 
 
 def _parse_config(text: str) -> dict[str, Any]:

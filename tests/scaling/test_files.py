@@ -426,6 +426,10 @@ def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
         assert read_model(_config(tmp_path, both)).parameters == dense
     for key in ("llm_config", "language_config"):
         assert read_model(_config(tmp_path, {"model_type": "x", key: LLAMA})).parameters == dense
+    thinker = {"thinker_config": {"text_config": LLAMA}}
+    assert read_model(_config(tmp_path, thinker)).parameters == dense
+    with pytest.raises(ValueError, match=r"config.json: .*num_hidden_layers.* under `text_config`"):
+        read_model(_config(tmp_path, {"text_config": {"model_type": "llama"}}))
     unknown = {"model_type": "x", "text_config": {"model_type": "mllama_text_model"}}
     with pytest.raises(ValueError, match=r"`text_config`.*got 'mllama_text_model'"):
         read_model(_config(tmp_path, unknown))
