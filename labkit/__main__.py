@@ -28,6 +28,7 @@ from labkit.lab.commands.console import (
     calibrate_first,
     err,
     out,
+    prepare_shell,
     print_json,
     print_load,
     print_table,
@@ -83,6 +84,7 @@ def main() -> None:
     # The fork server lives until this process ends, and so does the socket to it.
     warnings.filterwarnings("ignore", category=ResourceWarning)
     try:
+        prepare_shell()
         status = app(standalone_mode=False)  # typer would draw a box around a wrong option
         sys.stdout.flush()
     except KeyboardInterrupt:  # for example during imports
@@ -99,7 +101,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
-        status = _print_error(f"{error.filename}: {error.strerror}", 1)
+        status = _print_error(f"{error.filename or 'standard output'}: {error.strerror}", 1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's own errors, whose class is private
             raise

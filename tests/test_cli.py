@@ -299,6 +299,23 @@ def test_a_reader_that_leaves_ends_a_command_quietly(tmp_path):
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("{} >&-", 0, ""),
+        ("{} > /dev/full", 1, "standard output: No space left"),
+        ("mkdir d; cd d; rmdir ../d; {}", 2, "the working directory is gone"),
+    ],
+)
+def test_what_a_shell_took_away_is_one_line(line, status, said, tmp_path):
+    line = line.format(f"{sys.executable} -m labkit --version")
+    result = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, len(result.stderr.splitlines())) == (status, int(bool(said)))
+    assert said in result.stderr
+
+
 def test_a_piped_table_has_one_line_per_row_however_narrow_the_terminal_is(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     status, said, _ = command("list")

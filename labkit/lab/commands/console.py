@@ -3,6 +3,8 @@ notes on stderr."""
 
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from labkit.lab.config import ParameterError
 
 if TYPE_CHECKING:
     from labkit.lab.compare import Pair
@@ -38,6 +42,21 @@ out = _Console(**AS_IT_IS)
 err = _Console(stderr=True, **AS_IT_IS)
 PIPED_WIDTH = 10_000
 """Columns of a table that is not printed in a terminal: one line per row, which `grep` finds."""
+
+
+def prepare_shell() -> None:
+    """Replace output that a shell closed (`>&-`); ParameterError if the working directory is gone.
+
+    Python has no stream then, and the next file that is opened would get its number. In a folder
+    that is gone, torch's libraries end the process.
+    """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ParameterError("the working directory is gone: cd to another") from None
 
 
 def print_table(rows: Iterable[Iterable[Any]], *names: str, console: Console = out) -> None:
