@@ -88,9 +88,11 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
 def pool_configurations(ratios: pd.DataFrame, alternative: str) -> pd.DataFrame:
     """Return one row per alternative over all its configurations: `ratio`, `low`, `high`, `p`, `n`.
 
-    The p-value is that of the rows' p-values (Stouffer et al. 1949), whichever test each is from.
-    `ratio` is the geometric mean with the weights of that test: a noisy row counts less. Rows
-    without a p-value are left out, and alternatives with a single other row.
+    `ratio` is the geometric mean of the rows' ratios, each row counting alike: what a configuration
+    gains may differ from what the next gains, and a precise row must not speak for the others. The
+    interval is that of this mean. The p-value is the larger of its own and of the rows' p-values
+    together (Stouffer et al. 1949), so that interval and verdict agree. Rows without a p-value are
+    left out, and alternatives with a single other row.
     """
     pooled = []
     for name, rows in ratios[ratios["p"].notna()].groupby(alternative, sort=False):
@@ -108,9 +110,11 @@ def _pool(rows: pd.DataFrame) -> tuple[float, float, float, float]:
         return mean, mean, mean, float(p.min())
     # p = 0 of identical rounds would outweigh all other rows
     score = np.sign(logs) * -ndtri(np.clip(p, 1e-9, 1) / 2)
-    total = 2 * float(ndtr(-abs(score.sum()) / np.sqrt(len(logs))))
-    mean = (logs / error).sum() / (1 / error).sum()
-    reach = ndtri((1 + CONFIDENCE) / 2) * np.sqrt(len(logs)) / (1 / error).sum()
+    together = 2 * float(ndtr(-abs(score.sum()) / np.sqrt(len(logs))))
+    mean = logs.mean()
+    error_of_mean = np.sqrt((error**2).sum()) / len(logs)
+    total = max(together, 2 * float(ndtr(-abs(mean) / error_of_mean)))
+    reach = ndtri((1 + CONFIDENCE) / 2) * error_of_mean
     ratio, low, high = np.exp([mean, mean - reach, mean + reach]).tolist()
     return ratio, low, high, total
 
