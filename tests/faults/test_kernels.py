@@ -52,7 +52,7 @@ class _InNotebook(Victim):
 
     def is_at_its_moment(self):
         if self.moment == INSIDE:
-            return any(process.status() == psutil.STATUS_STOPPED for process in self.processes())
+            return self.is_any_stopped()
         return (self.folder / "paused").exists()
 
     def assert_kept(self):

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 
-import psutil
 import pytest
 
 from labkit.lab.runs.records import RunFileError, RunWriter
@@ -83,7 +82,7 @@ def test_a_parent_keeps_what_was_measured(victim, number, moment):
     if moment == INSIDE:
         # the others wait for it
         hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=600.0))
-        until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in hit.processes()))
+        until(hit.is_any_stopped)
     else:
         hit.start()
         hit.wait_for("paused")

@@ -57,6 +57,14 @@ class Program:
                 ):
                     yield process
 
+    def is_any_stopped(self) -> bool:
+        """Whether a process has been stopped by SIGSTOP; others may end meanwhile."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    return True
+        return False
+
     def leftovers(self) -> list[str]:
         processes = []
         for process in self.processes():
