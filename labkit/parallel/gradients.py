@@ -152,7 +152,9 @@ def mark_overflow(grads: Sequence[Tensor]) -> None:
     A `GradScaler` looks at this rank's gradients only, and has no public way to be told.
     """
     if grads:
-        _local(grads[0]).fill_(float("inf"))
+        grad = _local(grads[0])
+        values = grad._values() if grad.is_sparse else grad
+        values.fill_(float("inf"))
 
 
 @contextmanager

@@ -184,15 +184,18 @@ class Pipeline(nn.Module):
         makes all skip.
 
         Raises ValueError, on all ranks, for another batch, for a loss with parameters, if batches
-        differ between ranks, and if some ranks have frozen a tied weight and others have not.
+        or scales differ between ranks, and if some ranks have frozen a tied weight, others not.
         An error of a layer or of the loss is raised on its rank, and ValueError with its text on
         the others; gradients are then as before.
         """
         parameters = dict(self.named_parameters(remove_duplicate=False))
         check = partial(check_batch, inputs, targets, self.micro_batches, loss_function)
         values = {"inputs": inputs, "targets": targets}
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        scale = None if scaler is None else scaler.get_scale()
         typical_count = agree_on_batch(
-            values, check, self.group, data_group, self._tied, parameters
+            values, check, self.group, data_group, self._tied, parameters, scale
         )
         # The gradients of this step are corrected by the number of targets, earlier ones are not.
         with gradients_set_aside([*self.parameters()]):

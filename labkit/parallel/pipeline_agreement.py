@@ -51,18 +51,21 @@ def agree_on_batch(
     data_group: dist.ProcessGroup | None,
     tied: Tied,
     parameters: Mapping[str, nn.Parameter],
+    scale: float | None,
 ) -> float:
     """Check inputs and targets; return the mean number of targets over `data_group`, at least 1.
 
     What one pipeline refuses is refused by those of the other batches, too. `parameters`: of this
-    rank, by name. Ranks must train all copies of a tied one, or none.
+    rank, by name. Ranks must train all copies of a tied one, or none. `scale`: of the loss, by
+    which the last rank multiplies it, and each rank divides its gradients.
     """
     local = [parameters.get(names.get(group.rank(), "")) for names in tied]
     flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
 
     def describe() -> dict[str, str]:
         check()
-        return {name: describe_values(values, group) for name, values in batch.items()}
+        description = {name: describe_values(values, group) for name, values in batch.items()}
+        return description | {"the scale of the loss": str(scale)}
 
     def agree() -> None:
         by_rank = agree_per_pass("inputs and targets", describe, group, numbers=flags)

@@ -215,11 +215,15 @@ def read_model(path: Path) -> Model:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
     where = ""
+    is_mixture = any(key in config for key in _PER_TOKEN)
+    tie = config.get("tie_word_embeddings")
     # A multimodal model: the sizes of its language model count, which may lie deeper.
     while key := next((k for k in _LANGUAGE_MODEL if isinstance(config.get(k), dict)), None):
-        config = config[key]
+        config = {"tie_word_embeddings": tie, **config[key]}
+        tie = config["tie_word_embeddings"]
+        is_mixture |= any(key in config for key in _PER_TOKEN)
         where = f" under `{key}`"
-    if any(key in config for key in _PER_TOKEN):
+    if is_mixture:
         raise ValueError(f"{str(path)[-80:]}: {NO_MIXTURES}")
     kind = str(config.get("model_type"))
     known = f"{_GATED} {_UNGATED}".split()

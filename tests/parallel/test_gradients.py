@@ -13,11 +13,24 @@ from labkit.parallel.gradients import (
     add_layout,
     any_rank_overflowed,
     clip_grad_norm_,
+    find_overflow,
     fork_seed,
+    mark_overflow,
 )
 from labkit.parallel.sharding import FSDP
 from tests.parallel.model_parallel_cases import EXACT
 from tests.parallel.shared_ranks import on_ranks
+
+
+def test_a_sparse_gradient_is_marked() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    (embedding(torch.tensor([1, 2])).sum() * float("inf")).backward()
+    assert find_overflow([embedding.weight]) == 1
+    embedding.zero_grad()
+    embedding(torch.tensor([1, 2])).sum().backward()
+    assert embedding.weight.grad is not None
+    mark_overflow([embedding.weight.grad])
+    assert find_overflow([embedding.weight]) == 1
 
 
 def make_parameters() -> tuple[list[nn.Parameter], list[Tensor]]:

@@ -347,6 +347,9 @@ def test_scaler() -> list[str]:
             scales.append(scaler.get_scale())
     error = furthest(stages.gather_state_dict(), model.state_dict())
     wrong = [] if error <= EXACT else [f"off by {error}"]
+    only_first = torch.amp.GradScaler("cpu") if dist.get_rank() == 0 else None
+    with pytest.raises(ValueError, match="the scale of the loss"):
+        stages.step(TOKENS, TARGETS, loss_of, scaler=only_first)
     return wrong if scales[:4] == scales[4:] == [64, 32, 32, 64] else [*wrong, str(scales)]
 
 

@@ -261,8 +261,8 @@ LAB = Lab(
             pick=lambda table: table.sort_values(["world_size", "way"]).index[0],
             configuration=("world_size", "way"),
             says=(
-                "Between {world_size} ranks over {way}, an all-reduce of {n_bytes} takes"
-                " {seconds}; one of {longest_bytes} moves {bytes_per_s}."
+                "Between {world_size} ranks over {way}, the shortest all-reduce takes {seconds};"
+                " the longest moves {bytes_per_s}."
             ),
             figure=Lines(source=EXCHANGE, x="n_bytes", panel="world_size"),
         ),
