@@ -232,7 +232,7 @@ LAB = Lab(
             baseline=TORCH,
             noun="strategy",
             advice="On several ranks, train with {name}.",
-            figure=Bars(x="strategy", y="ratio"),
+            figure=Bars(x="strategy", y="ratio", panel="world_size"),
         ),
         Report(
             id="scaling",
@@ -244,7 +244,7 @@ LAB = Lab(
                 "With {strategy}, {world_size} ranks process {times_one_process} times as much as"
                 " one process; {exposed_percent}% of a step is exposed communication."
             ),
-            figure=Bars(x="strategy", y="exposed_s"),
+            figure=Bars(x="strategy", y="exposed_s", panel="world_size"),
         ),
     ],
 )
