@@ -193,9 +193,8 @@ class Pipeline(nn.Module):
         values = {"inputs": inputs, "targets": targets}
         if scaler is not None and not scaler.is_enabled():
             scaler = None
-        scale = None if scaler is None else scaler.get_scale()
         typical_count = agree_on_batch(
-            values, check, self.group, data_group, self._tied, parameters, scale
+            values, check, self.group, data_group, self._tied, parameters, scaler
         )
         # The gradients of this step are corrected by the number of targets, earlier ones are not.
         with gradients_set_aside([*self.parameters()]):
@@ -302,13 +301,12 @@ class Pipeline(nn.Module):
         self, run: Pass, data_group: dist.ProcessGroup | None, scaler: GradScaler | None
     ) -> Tensor:
         """Return the loss, once tied gradients are summed and divided by the number of targets."""
-        has_gradient = [
+        local = [scaler is not None and bool(find_overflow(self.parameters()))]
+        local += [  # whether there is a gradient of each tied weight
             self.rank in names and self.get_parameter(names[self.rank]).grad is not None
             for names in self._tied
         ]
-        has_overflow = scaler is not None and bool(find_overflow(self.parameters()))
-        loss, factor, flags = run.agree_on_loss([has_overflow, *has_gradient], data_group)
-        overflowed, *is_used = flags
+        loss, factor, (overflowed, *is_used) = run.agree_on_loss(local, data_group)
         for names, is_used_anywhere in zip(self._tied, is_used, strict=True):
             # Where no owner has a gradient, there is none: zeros would decay the parameter.
             if is_used_anywhere and self.rank in names:

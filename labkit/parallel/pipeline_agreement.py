@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from labkit.parallel.agreement import agree_per_pass, describe_values
 
@@ -51,13 +52,13 @@ def agree_on_batch(
     data_group: dist.ProcessGroup | None,
     tied: Tied,
     parameters: Mapping[str, nn.Parameter],
-    scale: float | None,
+    scaler: GradScaler | None,
 ) -> float:
     """Check inputs and targets; return the mean number of targets over `data_group`, at least 1.
 
     What one pipeline refuses is refused by those of the other batches, too. `parameters`: of this
-    rank, by name. Ranks must train all copies of a tied one, or none. `scale`: of the loss, by
-    which the last rank multiplies it, and each rank divides its gradients.
+    rank, by name. Ranks must train all copies of a tied one, or none. By the scale of
+    `scaler` the last rank multiplies the loss, and each rank divides its gradients.
     """
     local = [parameters.get(names.get(group.rank(), "")) for names in tied]
     flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
@@ -65,7 +66,8 @@ def agree_on_batch(
     def describe() -> dict[str, str]:
         check()
         description = {name: describe_values(values, group) for name, values in batch.items()}
-        return description | {"the scale of the loss": str(scale)}
+        scale = "none" if scaler is None else str(scaler.get_scale())
+        return description | {"the scale of the loss": scale}
 
     def agree() -> None:
         by_rank = agree_per_pass("inputs and targets", describe, group, numbers=flags)
