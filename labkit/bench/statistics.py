@@ -105,7 +105,7 @@ def _pool(rows: pd.DataFrame) -> tuple[float, float, float, float]:
     ratio, low, high, p = rows.to_numpy(dtype=float).T
     logs = np.log(ratio)
     error = (np.log(high) - np.log(low)) / (2 * ndtri((1 + CONFIDENCE) / 2))
-    if (error <= 0).any():  # counts, which have no noise
+    if (error <= 0).all():  # counts, which have no noise
         mean = float(np.exp(logs.mean()))
         return mean, mean, mean, float(p.min())
     # p = 0 of identical rounds would outweigh all other rows

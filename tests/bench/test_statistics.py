@@ -13,6 +13,7 @@ from labkit.bench.statistics import (
     compare,
     compare_groups,
     median_groups,
+    pool_configurations,
     slowest_rank,
     with_verdicts,
 )
@@ -236,3 +237,32 @@ def test_correlated_rounds_are_worth_less():
     independent = estimate_paired(rng.permutation(noise))
     assert related.high - related.low > 2 * (independent.high - independent.low)
     assert related.p > independent.p
+
+
+def _pooled(*rows):
+    names = ["ratio", "low", "high", "p"]
+    table = pd.DataFrame(rows, columns=names).assign(name="mine")
+    (pooled,) = pool_configurations(table, "name").to_dict("records")
+    return pooled
+
+
+def test_over_all_configurations_each_counts_alike():
+    """Weighted by precision it was 6.2 [6.1, 6.2], and the rows' mean is 6.7."""
+    pooled = _pooled((6.1, 6.0, 6.2, 1e-9), (7.4, 6.9, 8.0, 1e-9))
+    assert pooled["ratio"] == pytest.approx(np.sqrt(6.1 * 7.4))
+    assert pooled["low"] < 6.5 < 6.7 < pooled["high"]
+
+
+def test_one_row_without_noise_does_not_speak_for_the_others():
+    pooled = _pooled((1.05, 1.05, 1.05, 0.0), (0.5, 0.2, 1.25, 0.2))
+    assert pooled["low"] < 1 < pooled["high"]
+    assert pooled["p"] > 0.05
+
+
+def test_the_interval_and_the_p_value_over_all_configurations_agree():
+    rows = [(0.9, 0.89, 0.91, 1e-9)] * 3
+    assert _pooled(*rows)["high"] < 1
+    assert _pooled(*rows)["p"] < 0.001
+    with_noise = _pooled(*rows, (0.9, 0.3, 2.7, 0.9))
+    assert with_noise["high"] > 1
+    assert with_noise["p"] > 0.05
