@@ -1,11 +1,12 @@
 """Do two reports of one machine agree? Verdicts per question, side by side, from two folders of
 runs.
 
-    labkit report && cp -r data/runs first      # and again: cp -r data/runs second
-    python benchmarks/agreement.py first second
+    LABKIT_HOME=first labkit report && LABKIT_HOME=second labkit report
+    python benchmarks/agreement.py first/data/runs second/data/runs
 
-A folder has one folder of runs per lab, of which the newest counts. Exits 1 if two verdicts are
-opposite, or if fewer than 90% of the verdicts on comparisons agree.
+A folder has one folder of runs per lab, of which the newest counts. A verdict that one of them
+lacks ("lost", "gained") does not agree. Exits 1 if two verdicts are opposite, if fewer than 90% of
+those on comparisons agree, or if there is none.
 """
 
 import argparse
@@ -29,11 +30,13 @@ def newest_pairs(first: Path, other: Path) -> list[Pair]:
     for lab in LABS:
         both = [next(_whole_runs(folder / lab), None) for folder in (first, other)]
         found = [run for run in both if run is not None]
-        if len(found) == 2:
-            runs += found
-        else:
+        if len(found) < 2:
             print(f"{lab}: not in both folders")
-    return compare_runs(runs, load_lab)
+        elif found[0].header.started == found[1].header.started:
+            print(f"{lab}: one run in both folders")  # it would agree with itself
+        else:
+            runs += found
+    return compare_runs(runs, load_lab) if runs else []
 
 
 def _whole_runs(folder: Path) -> Iterator[Run]:
@@ -53,12 +56,11 @@ def print_agreement(pairs: list[Pair]) -> bool:
             is_comparison = isinstance(pair.lab.question(question), Compare)
             (comparisons if is_comparison else others)[outcome] += 1
     for name, counts in (("comparisons", comparisons), ("checks and reports", others)):
-        total = counts["agree"] + counts["differ"] + counts["opposite"]
-        share = counts["agree"] / max(1, total)
-        print(f"{name}: {counts['agree']} of {total} agree ({share:.0%}): {dict(counts)}")
-    total = sum(comparisons[outcome] for outcome in ("agree", "differ", "opposite"))
+        share = counts["agree"] / max(1, counts.total())
+        print(f"{name}: {counts['agree']} of {counts.total()} agree ({share:.0%}): {dict(counts)}")
     has_opposite = comparisons["opposite"] + others["opposite"] > 0
-    return not has_opposite and comparisons["agree"] >= MIN_AGREEMENT * total
+    enough = max(1.0, MIN_AGREEMENT * comparisons.total())
+    return not has_opposite and comparisons["agree"] >= enough
 
 
 def main() -> None:

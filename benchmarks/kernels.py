@@ -11,8 +11,8 @@ and warp; the unit that bounds the loop; and two bounds in TFLOP/s, of the GPU n
 The overlapped bound is that of the busiest unit alone. In the serial bound all warps are in step,
 as barriers hold them: other units work beside the tensor cores only where the code does not wait
 for them. Both are nan, and the unit unknown, for warps that specialize on sm_100: there several
-groups of warps share a trip, each in a loop of its own. Exits 1 if a
-tile spills in a loop or exceeds shared or tensor memory.
+groups of warps share a trip, each in a loop of its own. Exits 1 if a tile spills in a loop or
+exceeds shared or tensor memory.
 
 Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine
 code. Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.

@@ -6,13 +6,12 @@
 A cause is the difference between two setups of a generated file, `planted` and `clean`. Its true
 size is the difference between their steps, by plain loops in two processes that take turns: what
 one training frees would be memory for the other in one process. Exits 1 if another line or part is
-named first, or with a size that is off by more than 15%.
+named first, with a size that is off by more than 15%, or if the true size before a run and that
+after it differ by more than 15%: the machine was then not quiet enough to decide.
 
-It is measured before and after the run: if the two differ by more than 15%, the machine was not
-quiet enough to decide.
-
-All processes use huge pages. Tensors get new pages in one step and old ones in the next, by what
-was freed before: with small pages that is a third of a step, in one process and not in another.
+All processes use huge pages, unlike those of `labkit try`: tensors get new pages in one step and
+old ones in the next, by what was freed before, and with small pages that is up to a third of a
+step, in one process and not in another.
 """
 
 import argparse
@@ -30,10 +29,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.runs.measure import measure as measure_lab
 from labkit.lab.runs.store import Run
-from labkit.studies.your_training import lab
-from labkit.studies.your_training.changes import CHANGES, Change
+from labkit.studies.your_training import changes, lab
+from labkit.studies.your_training.changes import Change
 from labkit.studies.your_training.gains import describe_gain, gains
 from labkit.studies.your_training.rank_tables import lateness
 from labkit.studies.your_training.worker import measure
@@ -228,6 +228,7 @@ def true_size(file: Path, cause: str) -> float:
         pipe, other_end = context.Pipe()
         process = context.Process(target=_run_steps, args=(file, f"{cause}_{kind}", other_end))
         process.start()
+        other_end.close()  # else nobody notices that the process has ended
         pipes.append(pipe)
         processes.append(process)
     differences = []
@@ -289,13 +290,13 @@ def judge(found: Named, expected: str, before_s: float, after_s: float) -> str:
 
 
 def check_causes(folder: Path, causes: list[str]) -> int:
-    """Print a line per cause; return how many are missed."""
+    """Print a line per cause; return how many are missed or undecided."""
     file = folder / "planted_file.py"
     file.write_text(FILE)
     missed = 0
     for cause in causes:
-        read, expected, changes, world_sizes = CAUSES[cause]
-        values = {"file": f"{file}:{cause}_planted", "changes": changes, "world_sizes": world_sizes}
+        read, expected, tried, world_sizes = CAUSES[cause]
+        values = {"file": f"{file}:{cause}_planted", "changes": tried, "world_sizes": world_sizes}
         config = lab.LAB.configure("quick", values)
         before_s = true_size(file, cause)
         run = measure_lab(lab.LAB, config, profile="quick", directory=folder)
@@ -313,15 +314,24 @@ def check_causes(folder: Path, causes: list[str]) -> int:
 
 def measure_with_nothing(point: Any) -> Any:
     """The lab's worker, with a change that changes nothing."""
-    CHANGES[NOTHING] = Change(lambda loop: None, lambda training: None, "", "")  # type: ignore[index]
+    add_nothing()
     return measure(point)
+
+
+def add_nothing() -> None:
+    """Add a change that changes nothing to labkit's.
+
+    By its module: a rank gets copies of this script's globals.
+    """
+    nothing = Change(lambda loop: None, lambda training: None, "", "")
+    changes.CHANGES[NOTHING] = nothing  # type: ignore[index]
 
 
 def check_nothing(folder: Path, n_runs: int) -> int:
     """Print what a change that changes nothing gains in each run; return 0 if at most one does."""
     file = folder / "planted_file.py"
     file.write_text(FILE)
-    CHANGES[NOTHING] = Change(lambda loop: None, lambda training: None, "", "")  # type: ignore[index]
+    add_nothing()
     study = replace(lab.LAB, worker=measure_with_nothing)
     verdicts = []
     for number in range(n_runs):
@@ -331,7 +341,7 @@ def check_nothing(folder: Path, n_runs: int) -> int:
         (row,) = gains(results).to_dict("records")
         verdicts.append(row["verdict"])
         print(f"run {number}: {describe_gain(row)}", flush=True)
-    n_false = sum(verdict != "no difference shown" for verdict in verdicts)
+    n_false = sum(verdict != NO_DIFFERENCE_SHOWN for verdict in verdicts)
     print(f"{n_false} false gains or losses in {n_runs} runs")
     return max(0, n_false - 1)
 
@@ -341,6 +351,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=0, help="runs of a change that changes nothing")
     parser.add_argument("causes", nargs="*", help=f"of {', '.join(CAUSES)}; all by default")
     options = parser.parse_args()
+    if unknown := sorted({*options.causes} - {*CAUSES}):
+        parser.error(f"unknown cause {unknown[0]}; there are {', '.join(CAUSES)}")
     os.environ.update(HUGE_PAGES)  # for the processes that measure, which start later
     with tempfile.TemporaryDirectory() as folder:
         if options.runs:
