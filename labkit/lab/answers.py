@@ -67,7 +67,8 @@ TOPICS = {
     "batch_norm": "Batch norm over all ranks",
 }
 """Topics of the recommendations on the index page, by key, in the order of the page."""
-NO_ROWS = "This run has no rows for it: its parameters or its machine leave it out."
+NO_ROWS = "This run has no rows for it."
+LEFT_OUT = "This run has no rows for it: its parameters or its machine leave it out."
 NO_CALIBRATION = (
     "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
 )
@@ -90,7 +91,7 @@ class Question:
     `{where}` the region."""
     needs_calibration: bool = False
     """Whether the answer uses the machine's calibration."""
-    without_rows: str = NO_ROWS
+    without_rows: str = LEFT_OUT
     """Why a run whose points all ended well may have no rows for it."""
 
     def __post_init__(self) -> None:
@@ -102,8 +103,12 @@ class Question:
         it."""
         answer = self.find(results)
         if answer is None:
-            lacks_calibration = self.needs_calibration and results.calibration is None
-            reason = NO_CALIBRATION if lacks_calibration else self.without_rows
+            reason = self.without_rows
+            if self.needs_calibration and results.calibration is None:
+                reason = NO_CALIBRATION
+            elif results.missing:
+                # Points that failed, or had no time, may be those that it needs: the notes say why.
+                reason = NO_ROWS
             return Answer(verdict="not measured", reason=reason, notes=results.missing)
         # Other programs change ratios, too: of seven, three quiet ones lay outside of the intervals
         # of a busy run.

@@ -40,8 +40,8 @@ _SIZES = {
 """Field -> its names in a `config.json`."""
 _GATED = (
     "llama mistral ministral ministral3 qwen2 qwen3 phi3 internlm2 internlm3 olmo olmo2 olmo3"
-    " granite stablelm baichuan gemma gemma2 gemma3_text smollm3 cohere cohere2 qwen2_vl_text"
-    " qwen2_5_vl_text qwen2_5_omni_text qwen3_vl_text"
+    " granite stablelm baichuan gemma gemma2 gemma3_text smollm3 cohere cohere2"
+    " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text qwen3_vl_text"
 )
 _UNGATED = "starcoder2 phi gpt2 gpt_neox opt mpt"
 _TIED = "gemma gemma2 gemma3_text smollm3 cohere cohere2 starcoder2 gpt2 opt mpt"

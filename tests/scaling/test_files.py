@@ -427,6 +427,7 @@ def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
         assert read_model(_config(tmp_path, both)).parameters == dense
     for key in ("llm_config", "language_config"):
         assert read_model(_config(tmp_path, {"model_type": "x", key: LLAMA})).parameters == dense
+    assert read_model(_config(tmp_path, LLAMA | {"model_type": "qwen2_5_vl"})).layers  # a flat one
     inside = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
     outside = {"text_config": inside, "tie_word_embeddings": True}
     assert read_model(_config(tmp_path, outside)).tied

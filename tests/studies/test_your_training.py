@@ -1,13 +1,14 @@
 """The lab on one's own training: setups as users write them, changes, and lines."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.lines import line_rows
@@ -203,11 +204,34 @@ def twice(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def test_a_forward_pass_that_trains_nothing_is_named() -> None:
-    loop = Loop(build(lambda: linear(loss=twice)))
-    with loop.turn():
-        unused = {row["line"] for row in line_rows(loop, 3) if row["unused_share"]}
+    # Large enough to be seen: stacks are looked at every millisecond.
+    loop = Loop(build(lambda: (nn.Linear(256, 256), [torch.randn(4096, 256)], twice)))
+    # In a thread, below which no line of this file stands: it would be the outermost one.
+    with loop.turn(), ThreadPoolExecutor() as pool:
+        rows = pool.submit(list, line_rows(loop, 3)).result()
     first = twice.__code__.co_firstlineno
-    assert unused <= {f"{Path(__file__).name}:{first + 1}"}
+    unused = {row["line"] for row in rows if row["unused_share"]}
+    assert unused == {f"{Path(__file__).name}:{first + 1}"}
+
+
+class Doubling(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        x = torch.ones(8)
+        for _ in range(10):
+            x = x * 2
+        return x
+
+
+def test_operators_of_a_data_set_are_no_part_of_a_pass() -> None:
+    loop = Loop(build(lambda: linear(DataLoader(Doubling(), batch_size=4))))
+    with loop.turn():
+        calls = {row["line"]: row["calls"] for row in line_rows(loop, 3)}
+    line = f"{Path(__file__).name}:{Doubling.__getitem__.__code__.co_firstlineno + 3}"
+    assert calls.get(line, 0) == 0
+    assert max(calls.values()) > 0
 
 
 def rows_of_argument(name: str, argument: str, values: tuple[int, ...] = ()) -> list[Any]:

@@ -60,13 +60,13 @@ class TunedStepPoint(ModelPoint):
 
     @property
     def planned_s(self) -> float:
-        """With compiling, which most machines recommend, if it is not known yet what this one does.
+        """With compiling, unless the runs here are known not to recommend it.
 
         Rounds may take longer than `rounds_s` after that (`SET_UP_SHARE`). Machines with GPUs have
         faster cores than those that `COMPILE_S` is of.
         """
-        is_known = not self.compiled and self.refusal is None
-        if is_known or self.device_type == "cuda":
+        is_not_compiled = not self.compiled and self.refusal is None
+        if is_not_compiled or self.device_type == "cuda":
             return super().planned_s
         longer_s = max(0.0, SET_UP_SHARE * COMPILE_S - (self.rounds_s or 0.0))
         return super().planned_s + COMPILE_S + longer_s

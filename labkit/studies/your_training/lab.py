@@ -207,7 +207,7 @@ LAB = Lab(
             metric=CHANGE,
             baseline=YOURS,
             among=[TOGETHER],
-            without_rows="Fewer than two changes pay, so there is nothing to combine.",
+            without_rows="No two changes that were tried pay, so there is nothing to combine.",
         ),
         Report(
             id="memory",

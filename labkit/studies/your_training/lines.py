@@ -6,6 +6,7 @@ Backward runs no line of the reader's: each operator is timed, and belongs to th
 forward pass that it differentiates.
 """
 
+import math
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -104,7 +105,13 @@ class OperatorClock(TorchDispatchMode):
         """Operators of the forward passes."""
         self._forward_calls: dict[int, _ForwardCall] = {}
         self._lines: dict[int, str] = {}
+        self._newest_node = 0
+
+    def __enter__(self) -> Self:
+        # Nodes that a data set made before are not of the pass.
         self._newest_node = _autograd._get_sequence_nr()
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         node = current_autograd_node()
@@ -164,12 +171,13 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
             loop.step()
     sampled_s = time.perf_counter() - start
     reached: set[int] = set()
-    with OperatorClock() as clock:
-        for _ in range(CLOCKED_PASSES):
-            loop.take_batch()
+    clock = OperatorClock()
+    for _ in range(CLOCKED_PASSES):
+        loop.take_batch()
+        with clock:
             reached |= nodes_below(loop.forward())
             loop.backward()
-            loop.training.optimizer.zero_grad()
+        loop.training.optimizer.zero_grad()
     backward_s = sum(clock.backward_s.values()) or 1.0
     unused = clock.unused_lines(reached)
     for line in {*samples.innermost, *clock.backward_s, *unused} - {""}:
@@ -177,6 +185,6 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
             "line": line,
             "share": samples.innermost[line] / sampled_s,
             "backward_share": clock.backward_s[line] / backward_s,
-            "calls": clock.calls[line] // CLOCKED_PASSES,
+            "calls": math.ceil(clock.calls[line] / CLOCKED_PASSES),
             "unused_share": samples.outermost[line] / sampled_s if line in unused else 0.0,
         }
