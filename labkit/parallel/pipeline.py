@@ -27,17 +27,12 @@ from labkit.parallel.agreement import (
     describe_values,
 )
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.gradients import (
-    Layout,
-    add_layout,
-    find_overflow,
-    fork_seed,
-    mark_overflow,
-)
+from labkit.parallel.gradients import Layout, add_layout, find_overflow, fork_seed, mark_overflow
 from labkit.parallel.pipeline_agreement import agree_on_batch, check_batch
 from labkit.parallel.pipeline_layers import (
     check_state,
     find_tied,
+    gather_shapes,
     gather_state,
     gradients_set_aside,
     mark_replicated,
@@ -137,7 +132,7 @@ class Pipeline(nn.Module):
                 layout = Layout(self.group, copies=len(names))
                 add_layout(self.get_parameter(names[self.rank]), layout)
         mark_replicated(whole, self)
-        self._shapes = {name: value.shape for name, value in whole.state_dict().items()}
+        self._names = list(whole.state_dict())
         self._plan = plan_rank(self.schedule, self.rank)
         self._marks: list[tuple[Any, Any, Any]] = []
         self.peak_held = 0
@@ -208,7 +203,6 @@ class Pipeline(nn.Module):
                     scaler=scaler,
                 )
             loss = self._finish_step(run, data_group, scaler)
-        run.warn_of_mean_of_means()
         self._marks = run.marks
         self.peak_held = run.peak_held
         return loss
@@ -256,7 +250,7 @@ class Pipeline(nn.Module):
         local = {name.removeprefix(PREFIX): value for name, value in state.items()}
         whole = gather_state(local, self.group, self.device)
         # in the order of the list; behind them, what was added to layers later
-        listed = [name for name in self._shapes if name in whole]
+        listed = [name for name in self._names if name in whole]
         return {name: whole[name] for name in [*listed, *whole]}
 
     def load_state_dict(
@@ -264,12 +258,12 @@ class Pipeline(nn.Module):
     ) -> Any:
         """Load this rank's part of the whole list's state (`gather_state_dict`), or its own state.
 
-        ValueError, on all ranks if they have one state, unless names and shapes are the list's.
+        A collective. ValueError unless names and shapes are those that the layers have now.
         """
         if any(name.startswith(PREFIX) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
         if strict:
-            check_state(state_dict, self._shapes)
+            check_state(state_dict, gather_shapes(self.state_dict(), self.group, PREFIX))
         local = {
             f"{PREFIX}{name}": value
             for name, value in state_dict.items()
@@ -301,12 +295,11 @@ class Pipeline(nn.Module):
         self, run: Pass, data_group: dist.ProcessGroup | None, scaler: GradScaler | None
     ) -> Tensor:
         """Return the loss, once tied gradients are summed and divided by the number of targets."""
-        local = [scaler is not None and bool(find_overflow(self.parameters()))]
-        local += [  # whether there is a gradient of each tied weight
+        has_gradient = [
             self.rank in names and self.get_parameter(names[self.rank]).grad is not None
             for names in self._tied
         ]
-        loss, factor, (overflowed, *is_used) = run.agree_on_loss(local, data_group)
+        loss, factor, is_used = run.agree_on_loss(has_gradient, data_group)
         for names, is_used_anywhere in zip(self._tied, is_used, strict=True):
             # Where no owner has a gradient, there is none: zeros would decay the parameter.
             if is_used_anywhere and self.rank in names:
@@ -315,6 +308,9 @@ class Pipeline(nn.Module):
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if factor != 1 and gradients:
             foreach_mul_(gradients, factor)
-        if overflowed:
-            mark_overflow(gradients)
+        if scaler is not None:
+            # Only now: sums of tied gradients and the factor may overflow, too.
+            has_overflow = bool(find_overflow(self.parameters()))
+            if any(flag for (flag,) in run.agree_on_end([has_overflow])):
+                mark_overflow(gradients)
         return torch.tensor(loss, dtype=torch.float64, device=self.device)

@@ -165,6 +165,15 @@ def gather_state(
     return whole
 
 
+def gather_shapes(
+    local: Mapping[str, Tensor], group: dist.ProcessGroup, prefix: str
+) -> dict[str, torch.Size]:
+    """Return the shapes of all ranks' tensors, by name without `prefix`. A collective."""
+    shapes = {name.removeprefix(prefix): [*value.shape] for name, value in local.items()}
+    by_rank = gather_json(shapes, group)
+    return {name: torch.Size(size) for each in by_rank for name, size in each.items()}
+
+
 def check_state(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
     """Raise ValueError unless a state has tensors of these names and shapes, and no others."""
     for name in {**shapes, **state}:

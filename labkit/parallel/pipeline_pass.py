@@ -152,8 +152,12 @@ class Pass:
     ) -> tuple[float, float, list[bool]]:
         """Return the loss, the factor of gradients, and which flags any rank has set.
 
-        A collective. Errors as `agree_on_end`, and those of the pipelines of other batches.
+        A collective. Errors as `agree_on_end`, and those of the pipelines of other batches. All
+        ranks warn if the loss returns means of micro-batches with other numbers of targets.
         """
+        counts = self._count_targets()
+        is_mean_of_means = self._returns_means and len(counts) > 1
+        flags = [*flags, is_mean_of_means]
         local = torch.tensor([self.loss_sum, self.count, self.divisor], dtype=torch.float64)
         problem: Exception | None = None
         by_rank: list[list[int]] = []
@@ -170,22 +174,23 @@ class Pass:
         if problem is not None:
             raise problem
         any_rank = [any(row[3 + number] for row in by_rank) for number in range(len(flags))]
-        if not count:
-            return total, 1.0, any_rank
-        return total / count, divisor * data_ranks / count, any_rank
-
-    def warn_of_mean_of_means(self) -> None:
-        """Warn if the loss returns means, and micro-batches have other numbers of targets."""
-        if not self._returns_means or self._targets[0].is_floating_point():
-            return
-        counts = {int((targets != IGNORED).sum()) for targets in self._targets}
-        if len(counts) > 1:
+        # Where warnings are errors, one of a single rank would let the others wait for it.
+        if any_rank.pop():
             warnings.warn(
                 f"micro-batches have {min(counts)} to {max(counts)} targets that count, so the mean"
                 " of their means is not the batch's: let the loss return (sum, count), as"
                 " labkit.parallel.losses.summed_loss",
-                stacklevel=3,
+                stacklevel=5,
             )
+        if not count:
+            return total, 1.0, any_rank
+        return total / count, divisor * data_ranks / count, any_rank
+
+    def _count_targets(self) -> set[int]:
+        """Return the different numbers of targets that count in a micro-batch."""
+        if self._targets[0].is_floating_point():
+            return set()
+        return {int((targets != IGNORED).sum()) for targets in self._targets}
 
     def _fail(self) -> None:
         self.has_failed = True
