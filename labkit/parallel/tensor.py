@@ -166,7 +166,8 @@ class TensorParallel(nn.Module):
         for name, parameter in self.module.named_parameters():
             if not get_layouts(parameter):
                 raise ValueError(
-                    f"{name} was added or replaced after the cut: change the model, then cut it"
+                    f"{name} was added or replaced after the cut (by an adapter, assign=True or"
+                    " to_empty()): change the model, then cut it"
                 )
             description[name] = "trained" if parameter.requires_grad else "frozen"
         return description
@@ -239,7 +240,10 @@ class TensorParallel(nn.Module):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
-        """Load an `optimizer_state_dict` that `torch.distributed.checkpoint` has filled."""
+        """Load an `optimizer_state_dict` that `torch.distributed.checkpoint` has filled.
+
+        Or one process's, as `get_optimizer_state_dict` of torch's checkpoints returns it.
+        """
         set_optimizer_state(self, optimizer, self._layouts, state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:

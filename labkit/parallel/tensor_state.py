@@ -97,17 +97,27 @@ def set_optimizer_state(
     layouts: Mapping[str, Layout],
     state: Mapping[str, Any],
 ) -> None:
-    """Load an optimizer's state by name: this rank's parts of DTensors or whole tensors."""
+    """Load an optimizer's state by name: this rank's parts of DTensors or whole tensors.
+
+    Names are the wrapper's or the model's. ValueError for one that the model lacks.
+    """
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    local: dict[str, Any] = {**state, "state": {}}
-    for name, values in state["state"].items():
-        layout = layouts[name.removeprefix(PREFIX)]
-        local["state"][name] = dict(values)
+    by_name: dict[str, Any] = {}
+    for full_name, values in state["state"].items():
+        name = full_name.removeprefix(PREFIX)
+        if name not in layouts:
+            raise ValueError(f"expected a state of this model's parameters, got one of {name}")
+        layout = layouts[name]
+        by_name[PREFIX + name] = dict(values)
         for key, value in values.items():
             if layout.dim is not None and isinstance(value, Tensor) and value.dim():
-                local["state"][name][key] = _local_part(f"{name} {key}", value, layout)
-    set_optimizer_state_dict(wrapper, optimizer, local)
+                by_name[PREFIX + name][key] = _local_part(f"{name} {key}", value, layout)
+    groups = []
+    for group in state["param_groups"]:
+        names = [PREFIX + name.removeprefix(PREFIX) for name in group["params"]]
+        groups.append({**group, "params": names})
+    set_optimizer_state_dict(wrapper, optimizer, {"state": by_name, "param_groups": groups})
 
 
 def _local_part(name: str, value: Any, layout: Layout) -> Tensor:

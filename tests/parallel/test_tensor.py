@@ -11,10 +11,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from labkit.costs import communication
@@ -480,7 +482,11 @@ def test_optimizer_states(tmp_path: Path) -> list[str]:
     def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             optimizer.zero_grad()
-            model(TOKENS, TARGETS.roll(step)).backward()
+            targets = TARGETS.roll(step)
+            if isinstance(model, TensorParallel):
+                model(TOKENS, targets).backward()
+            else:
+                language_model_loss(model(TOKENS), targets).backward()
             optimizer.step()
 
     def make(group: Any, seed: int = 0) -> tuple[TensorParallel, torch.optim.Optimizer]:
@@ -509,6 +515,21 @@ def test_optimizer_states(tmp_path: Path) -> list[str]:
         error = furthest(model.gather_state_dict(), expected)
         if not error <= EXACT:
             wrong.append(f"on {dist.get_world_size(group)} ranks: {error}")
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, optimizer, range(2))
+    state = copy.deepcopy(get_optimizer_state_dict(plain, optimizer))
+    model = tensor_parallel(build(), pair)
+    model.load_state_dict(plain.state_dict())
+    loaded = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model.load_optimizer_state_dict(loaded, state)
+    train(plain, optimizer, range(2, 4))
+    train(model, loaded, range(2, 4))
+    error = furthest(model.gather_state_dict(), plain.state_dict())
+    if not error <= EXACT:
+        wrong.append(f"from one process: {error}")
+    with pytest.raises(ValueError, match="got one of head"):
+        model.load_optimizer_state_dict(loaded, {**state, "state": {"head": {}}})
     return wrong
 
 
