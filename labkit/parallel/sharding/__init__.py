@@ -3,12 +3,13 @@
 ``optimizer``  `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
 ``fsdp``       `FSDP`, ZeRO-3: gradients and parameters, too; ZeRO-2 if parameters stay in memory
 ``state``      when FSDP communicates: hooks of modules and autograd, in the order of a step
-``agreement``  what ranks compare at its beginnings and ends
+``agreement``  what ranks compare when a pass begins or ends
 ``hooks``      what it puts into autograd's graph
 ``unit``       parameters that are communicated together: unshard, reshard, post_backward
 ``parameter``  one of them: sharded, unsharded, and their gradients
 ``gather``     the messages: all-gather of rows, reduce-scatter of gradients
 ``partition``  which parameters belong to which unit
+``penalty``    losses that are computed from shards
 ``sharded``    a rank's rows as DTensors, and in state dicts
 
 Calls go down this list, and never up. Classes are imported on first use: torch's DTensor takes half

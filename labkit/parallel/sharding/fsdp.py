@@ -159,11 +159,11 @@ class FSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self._state.reset_forward()  # an interrupt may have ended a call of one of its modules
+        self._state.abort_forward()  # an interrupt may have ended a call of one of its modules
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            self._state.reset_forward()
+            self._state.abort_forward()
             for text, explanation in TORCH_ERRORS.items():
                 if text in str(error):
                     raise RuntimeError(explanation) from error

@@ -30,13 +30,13 @@ class UnitParameter:
         self.world_size = mesh.size()
         self.strides = row_strides(value)
         # The memory of `unsharded`, with a version counter of its own: messages raise it.
-        self.all_rows = torch.empty_strided(
+        self.all_gather_output = torch.empty_strided(
             value.shape, self.strides, dtype=dtype, device=value.device
         )
         rows = local_rows(value, self.rank, self.world_size).clone()
         self.sharded = shard_parameter(managed.parameter, rows, mesh)
         self.unsharded = nn.Parameter(
-            self.all_rows.data, value.is_floating_point() or value.is_complex()
+            self.all_gather_output.data, value.is_floating_point() or value.is_complex()
         )
         # The attributes of the user's parameter, and where state dicts find its shard.
         self.unsharded.__dict__.update(self.sharded.__dict__, sharded_parameter=self.sharded)
@@ -49,7 +49,7 @@ class UnitParameter:
     @property
     def all_gather_input(self) -> Tensor:
         """This rank's rows in the memory of `unsharded`."""
-        return local_rows(self.all_rows, self.rank, self.world_size)
+        return local_rows(self.all_gather_output, self.rank, self.world_size)
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         for module, name in self.owners:
@@ -59,16 +59,15 @@ class UnitParameter:
         """Remove and return the unsharded gradient; zeros if there is none, or a sparse one."""
         gradient = self.unsharded.grad
         self.unsharded.grad = None
-        dtype = dtype or self.all_rows.dtype
+        dtype = dtype or self.all_gather_output.dtype
         if gradient is not None and gradient.layout is not torch.strided:
             # An error here would leave the other ranks waiting: the end of the pass refuses it.
             self.has_sparse_gradient = True
             gradient = None
         if gradient is None:
             # Another rank may have a gradient, and every rank takes part in the reduce-scatter.
-            zeros = torch.empty_strided(
-                self.all_rows.shape, self.strides, dtype=dtype, device=self.all_rows.device
-            )
+            whole = self.all_gather_output
+            zeros = torch.empty_strided(whole.shape, self.strides, dtype=dtype, device=whole.device)
             return zeros.zero_()
         self.has_gradient = True
         return with_strides(gradient.detach().to(dtype), self.strides)

@@ -6,7 +6,7 @@
 `FSDPState` calls the steps of a unit in this order; each is a collective, or waits for one:
 
     forward     unshard, wait_for_unshard, reshard
-    backward    unshard, wait_for_unshard, post_backward, finalize_backward
+    backward    unshard, wait_for_unshard, post_backward, finalize_backward, reset_iter_state
 
 Autograd saves the unsharded parameter, or views of it, for the backward pass. Its memory is freed
 and filled again in between, which autograd does not notice. Reading freed memory is an error:
@@ -72,18 +72,19 @@ class Unit:
         # The modules have the unsharded parameters.
         self.is_unsharded = False
         # The memory of the unsharded parameters is filled, or being filled.
-        self.has_all_rows = False
+        self.is_gathered = False
         # Waits for the all-gather in flight.
         self._all_gather_result: Wait | None = None
-        self._all_gathered_versions: list[tuple[int, ...]] = []
+        # Versions of the shards that were gathered last.
+        self._gathered_versions: list[tuple[int, ...]] = []
         # Shards had gradients since the last all-gather: an optimizer may have changed them.
         self._may_step = False
         self._reduce_scatters: list[Wait] = []
         # Nodes of autograd that made its inputs, while its modules run.
         self.nodes_before: set[Any] = set()
-        all_rows = [parameter.all_rows for parameter in self.parameters]
+        outputs = [parameter.all_gather_output for parameter in self.parameters]
         with torch.inference_mode(False):  # its buffers stay
-            self._all_gather = plan_all_gather(self.name, all_rows, channel.transport)
+            self._all_gather = plan_all_gather(self.name, outputs, channel.transport)
         self._to_sharded()
         self._free_unsharded()
 
@@ -91,13 +92,13 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to all-gather the parameters, unless they are in memory. A collective."""
-        if self.has_all_rows or not self.parameters:
+        if self.is_gathered or not self.parameters:
             return
-        self.has_all_rows = True
-        self._all_gathered_versions = self.shard_versions()
+        self.is_gathered = True
+        self._gathered_versions = self.shard_versions()
         self._may_step = any(parameter.sharded.grad is not None for parameter in self.parameters)
         for parameter in self.parameters:
-            _resize_storage(parameter.all_rows, parameter.all_rows.nbytes)
+            _resize_storage(parameter.all_gather_output, parameter.all_gather_output.nbytes)
         unsharded = tuple(parameter.unsharded for parameter in self.parameters)
         set_version_counters(unsharded, (0,) * len(unsharded))
         self._collectives.append(f"all-gather of {self.name}")
@@ -106,11 +107,8 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and give the modules the unsharded parameters."""
         self._wait_for_all_gather()
-        if self.is_unsharded:
-            return
-        self.is_unsharded = True
-        for parameter in self.parameters:
-            parameter.set_on_modules(parameter.unsharded)
+        if not self.is_unsharded:
+            self._to_unsharded()
 
     def reshard(self, *, keep_memory: bool = False) -> None:
         """Give the modules their shards, and free the memory of the unsharded parameters."""
@@ -118,10 +116,10 @@ class Unit:
             self._to_sharded()
         # The messages of one that was prefetched, and not used, are written to the memory.
         self._wait_for_all_gather()
-        if self.has_all_rows and not keep_memory:
+        if self.is_gathered and not keep_memory:
             self._free_unsharded()
 
-    def sync_requires_grad(self) -> None:
+    def set_requires_grad_if_needed(self) -> None:
         """Freeze and thaw the unsharded parameters as the user did the shards."""
         for parameter in self.parameters:
             requires_grad = parameter.sharded.requires_grad
@@ -142,22 +140,20 @@ class Unit:
         ]
 
     @property
-    def is_changed(self) -> bool:
-        """Whether shards have changed since the last all-gather."""
-        return self.shard_versions() != self._all_gathered_versions
-
-    @property
     def is_stale(self) -> bool:
-        """Whether what was gathered may differ from the shards."""
+        """Whether it has unsharded parameters in memory that may differ from the shards."""
+        if not self.is_gathered:
+            return False
         has_gradients = any(parameter.sharded.grad is not None for parameter in self.parameters)
-        if self._may_step or has_gradients or self.is_changed:
+        is_changed = self.shard_versions() != self._gathered_versions
+        if self._may_step or has_gradients or is_changed:
             return True
         # Last, since it waits for a GPU: torch's foreach operators raise no version.
         with torch.no_grad():
             return not all(
                 torch.equal(
                     parameter.all_gather_input,
-                    parameter.sharded._local_tensor.to(parameter.all_rows.dtype),
+                    parameter.sharded._local_tensor.to(parameter.all_gather_output.dtype),
                 )
                 for parameter in self.parameters
             )
@@ -189,16 +185,21 @@ class Unit:
             self._free_unsharded()  # what a failed one leaves is not the parameters
             raise
 
+    def _to_unsharded(self) -> None:
+        self.is_unsharded = True
+        for parameter in self.parameters:
+            parameter.set_on_modules(parameter.unsharded)
+
     def _to_sharded(self) -> None:
         self.is_unsharded = False
         for parameter in self.parameters:
             parameter.set_on_modules(parameter.sharded)
 
     def _free_unsharded(self) -> None:
-        self.has_all_rows = False
+        self.is_gathered = False
         if self.parameters:
             for parameter in self.parameters:
-                _resize_storage(parameter.all_rows, 0)
+                _resize_storage(parameter.all_gather_output, 0)
             torch.autograd.graph.increment_version(
                 [parameter.unsharded for parameter in self.parameters]
             )
@@ -258,13 +259,17 @@ class Unit:
             if is_used:
                 parameter.accumulate_reduced()
 
-    def reset_iteration(self) -> None:
-        """Forget a backward pass, and what an interrupted one left."""
-        for parameter in self.parameters:
-            parameter.unsharded.grad = None
-            parameter.has_gradient = False
-            parameter.has_sparse_gradient = False
-            parameter.reduced = []
+    def reset_iter_state(self) -> None:
+        """Forget a backward pass, and what an interrupted one left; reshard."""
+        try:
+            self.wait_for_reduce_scatter()
+        finally:
+            for parameter in self.parameters:
+                parameter.unsharded.grad = None
+                parameter.has_gradient = False
+                parameter.has_sparse_gradient = False
+                parameter.reduced = []
+            self.reshard(keep_memory=not self._options.reshard_after_backward)
 
 
 def uncopyable(what: str) -> Callable[[Any, Any], Any]:
