@@ -48,9 +48,12 @@ def test_the_longest_points_go_first_and_the_last_of_its_kind_only_if_it_must():
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
-@pytest.mark.parametrize("pace", [0.8, 1.0, 1.15])
+@pytest.mark.parametrize("pace", [0.8, 1.0, 1.15, 1.5, 3.0])
 def test_no_lab_misses_its_budget_by_more_than_15_percent(share, pace, monkeypatch):
-    """Points of the recorded runs, each of which takes `pace` times as long as expected."""
+    """Points of the recorded runs, each of which takes `pace` times as long as expected.
+
+    How slow the machine is shows in the first point, which alone may take longer.
+    """
     now = [0.0]
     monkeypatch.setattr("labkit.lab.runs.budget.time.monotonic", lambda: now[0])
     for lab in LABS:
@@ -60,11 +63,13 @@ def test_no_lab_misses_its_budget_by_more_than_15_percent(share, pace, monkeypat
         now[0] = 0.0
         limit = Budget(share * sum(expected.values()), expected, _start=0.0)
         excluded = limit.exclude(points)
+        took = []
         for point in points:
             if point.id not in excluded and limit.has_time_for(point):
-                now[0] += pace * expected[point.id]
-                limit.count(point, pace * expected[point.id])
-        assert now[0] <= 1.15 * limit.seconds, lab
+                took.append(pace * expected[point.id])
+                now[0] += took[-1]
+                limit.count(point, took[-1])
+        assert now[0] <= max(1.15 * limit.seconds, *took[:1], 0.0), lab
 
 
 def test_points_that_take_longer_than_expected_leave_less_time_for_the_others():
