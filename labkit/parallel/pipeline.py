@@ -39,7 +39,8 @@ from labkit.parallel.pipeline_layers import (
     measure_layers,
     sum_tied,
 )
-from labkit.parallel.pipeline_pass import Loss, Pass, Plan, empty_like_header, make_header
+from labkit.parallel.pipeline_messages import Messages, empty_like_header, make_header
+from labkit.parallel.pipeline_pass import Loss, Pass, Plan
 from labkit.parallel.pipeline_schedule import TaskTime, balance, make_schedule, plan_rank
 from labkit.parallel.transport import AUTO, find_transport, member_group
 from labkit.torch_private import foreach_mul_
@@ -119,6 +120,7 @@ class Pipeline(nn.Module):
         broadcast([*whole.parameters(), *whole.buffers()], self.group)
         self.device = next((p.device for p in whole.parameters()), torch.device("cpu"))
         self._transport = find_transport(self.group, self.device, transport)
+        self._messages = Messages(self.group, self._transport, self.device)
         self.stages = balance(costs, n_stages)
         local = self.stages[self.rank :: self.ranks]
         self.layers = nn.ModuleDict(
@@ -281,7 +283,7 @@ class Pipeline(nn.Module):
             stages,
             len(self.stages),
             self.group,
-            self._transport,
+            self._messages,
             self.device,
             inputs,
             recompute=self.recompute,

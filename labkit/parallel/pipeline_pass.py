@@ -1,8 +1,5 @@
 """One pass of a batch through a pipeline: the tasks of a rank, and the messages between its stages.
 
-Every message begins with a header: a tensor follows, or nothing follows (no gradient), or a rank
-has failed. Shapes and dtypes travel in the header, so they may change from message to message.
-
 A rank that fails sends failures in place of its remaining messages. A rank that receives one
 computes nothing any more and does the same. So no rank waits for a message that never comes, all
 reach the end of the pass, and there they compare how it went.
@@ -15,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,51 +20,16 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
-from labkit.parallel.exchange import exchange
 from labkit.parallel.losses import IGNORED
-from labkit.parallel.messages import cpu_group
 from labkit.parallel.pipeline_agreement import agree_on_success, sum_over
 from labkit.parallel.pipeline_layers import on_copies_of_buffers
+from labkit.parallel.pipeline_messages import Failed, Messages
 from labkit.parallel.pipeline_schedule import Task
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.transport import AUTO, Transport
 
 Loss = Callable[[Any, Tensor], Any]
 """(outputs, targets) to a mean, one number, or to (sum, count)."""
 Plan = Sequence[tuple[bool, Task]]
-
-NOTHING = 0
-TENSOR = 1
-FAILURE = 2
-"""What follows a header."""
-MAX_DIMS = 8
-HEADER_LENGTH = 4 + MAX_DIMS  # what follows, whether it requires a gradient, dtype, dims, sizes
-
-
-class Failed(NamedTuple):
-    """In place of a tensor: the rank that should have made it has failed."""
-
-
-def make_header(content: Tensor | Failed | None) -> list[int]:
-    """Return the numbers that announce a message."""
-    if content is None:
-        return [NOTHING, *[0] * (HEADER_LENGTH - 1)]
-    if isinstance(content, Failed):
-        return [FAILURE, *[0] * (HEADER_LENGTH - 1)]
-    if content.dim() > MAX_DIMS:
-        raise ValueError(f"expected at most {MAX_DIMS} dimensions, got {tuple(content.shape)}")
-    dtype = FLOAT_TYPES.index(content.dtype)
-    sizes = [*content.shape, *[0] * (MAX_DIMS - content.dim())]
-    return [TENSOR, int(content.requires_grad), dtype, content.dim(), *sizes]
-
-
-def empty_like_header(header: Sequence[int], device: torch.device) -> Tensor | Failed | None:
-    """Return a tensor to receive what a header announces, or what stands for no tensor."""
-    follows, requires_grad, dtype, dims, *sizes = header
-    if follows != TENSOR:
-        return Failed() if follows == FAILURE else None
-    content = torch.empty(sizes[:dims], dtype=FLOAT_TYPES[dtype], device=device)
-    return content.requires_grad_(bool(requires_grad) and torch.is_grad_enabled())
 
 
 class Pass:
@@ -84,7 +46,7 @@ class Pass:
         stages: Mapping[int, nn.Sequential],
         n_stages: int,
         group: dist.ProcessGroup,
-        transport: Transport,
+        messages: Messages,
         device: torch.device,
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor] = (),
@@ -97,7 +59,7 @@ class Pass:
         self._stages = stages
         self._last = n_stages - 1
         self._group = group
-        self._transport = transport
+        self._messages = messages
         self._device = device
         self._inputs = inputs
         self._targets = targets
@@ -260,39 +222,18 @@ class Pass:
         there = task.destination
         source = task.stage % self._group.size()
         target = there.stage % self._group.size()
+        way = task.kind, task.stage
         content: Tensor | Failed | None
         if self._group.rank() == source:
             content = Failed() if self.has_failed else self._outgoing.pop(task)
             if source != target:
-                self._send(content, target)
+                self._messages.send(content, target, way)
                 return
         else:
-            content = self._receive(source)
+            content = self._messages.receive(source, way)
         if isinstance(content, Failed):
             self._fail()
         self._arrived[there] = content
-
-    def _send(self, content: Tensor | Failed | None, target: int) -> None:
-        header = torch.tensor(make_header(content))
-        self._exchange_header(header, target, None, None)
-        if isinstance(content, Tensor):
-            exchange(content, target, None, group=self._group, transport=self._transport)
-
-    def _receive(self, source: int) -> Tensor | Failed | None:
-        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-        self._exchange_header(None, None, header, source)
-        content = empty_like_header(header.tolist(), self._device)
-        if isinstance(content, Tensor):
-            landing = content.detach()
-            exchange(None, None, landing, source, self._group, transport=self._transport)
-        return content
-
-    def _exchange_header(
-        self, sent: Tensor | None, target: int | None, landing: Tensor | None, source: int | None
-    ) -> None:
-        # Between CPUs: to read it from a GPU would wait for all that its stream has to do.
-        transport = self._transport if self._device.type == "cpu" else AUTO
-        exchange(sent, target, landing, source, cpu_group(self._group), transport=transport)
 
 
 def _check_output(stage: int, y: Any) -> None:

@@ -24,6 +24,7 @@ from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.losses import IGNORED, summed_loss
 from labkit.parallel.messages import gather_json
 from labkit.parallel.pipeline import Pipeline, measure_layers
+from labkit.parallel.pipeline_messages import HEADER_BYTES
 from labkit.parallel.pipeline_schedule import (
     Task,
     balance,
@@ -179,12 +180,13 @@ def leave_out_each(schedule: str) -> list[str]:
 
 @on_ranks(4)
 def test_bytes() -> list[str]:
-    """A rank sends in a step what the formula says, not counting headers and agreement."""
+    """A rank sends in a step what the formula says and a header each, not counting agreement."""
     wrong = []
     p = dist.get_world_size()
     rank = dist.get_rank()
     for schedule, chunks in SCHEDULES.items():
         pipe = Pipeline(build(), schedule=schedule, micro_batches=4)
+        pipe.step(TOKENS, TARGETS, loss_of)  # ranks learn what to expect
         with recorded_traffic() as traffic:
             pipe.step(TOKENS, TARGETS, loss_of)
         sent = sum(call.sent_bytes for call in traffic if call.is_payload)
@@ -193,7 +195,7 @@ def test_bytes() -> list[str]:
         last = chunks * p - 1
         # activations go to one, gradients to another
         neighbors = sum((stage > 0) + (stage < last) for stage in stages)
-        expected = 2 * 3 * 6 * 8 * neighbors * 4 + tied
+        expected = (2 * 3 * 6 * 8 + HEADER_BYTES) * neighbors * 4 + tied
         wrong += [] if sent == expected else [f"{schedule}: {sent} bytes, {expected} expected"]
     return wrong
 
