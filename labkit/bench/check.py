@@ -35,7 +35,7 @@ def describe_error(error: float, limit: float) -> str | None:
 
 
 def largest(values: Tensor) -> float:
-    """The largest absolute value, in one pass; NaN if there is one, 0 without values."""
+    """Return the largest absolute value, in one pass; NaN if there is one, 0 without values."""
     return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
 
 
@@ -64,25 +64,22 @@ def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
 
 
 def max_over_ranks(error: float) -> float:
-    """Return the largest error of any rank, on all ranks.
-
-    They must agree on what is timed. NaN counts as infinite.
-    """
-    return max(math.inf if math.isnan(one) else one for (one,) in gather_numbers([error]))
+    """Return the largest error of any rank, on all ranks. A collective. NaN counts as infinite."""
+    # All ranks get it: one that alone found an error would leave the others in the timed call.
+    errors = [error_of_rank for (error_of_rank,) in gather_numbers([error])]
+    return max(math.inf if math.isnan(each) else each for each in errors)
 
 
 def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | None:
-    """Return the first rank whose report begins with a number of at least 0, and the report.
+    """Return the first rank that has a failure, and its report; None if there is none.
 
-    None if there is none.
-
-    A collective: all ranks pass equally many numbers and get the same result. NaN and infinities
-    are kept.
+    A report has a failure if its first number is at least 0. A collective: all ranks pass equally
+    many numbers and get the same result. NaN and infinities are kept.
     """
-    return next(
-        ((rank, numbers) for rank, numbers in enumerate(gather_numbers(report)) if numbers[0] >= 0),
-        None,
-    )
+    for rank, numbers in enumerate(gather_numbers(report)):
+        if numbers[0] >= 0:
+            return rank, numbers
+    return None
 
 
 @contextmanager

@@ -51,28 +51,44 @@ class _OperatorRecord(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if func.namespace != "aten" or func.is_view or name in FREE or name.startswith(ALLOCATIONS):
-            return result
-        read, written = _read_and_written(func, args, kwargs)
-        targets = {id(tensor) for tensor in written}
-        inputs = _tensors((args, kwargs))
-        outputs = [one for one in _tensors(result) if id(one) not in targets]
-        moved = (
-            [*inputs[1:], *outputs, *outputs] if name in LOOKUPS else [*read, *written, *outputs]
-        )
-        count = flop_registry.get(func.overloadpacket)
-        flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
-        n_bytes = float(sum(tensor.numel() * tensor.itemsize for tensor in moved))
-        dtype = (
-            str((inputs or outputs)[0].dtype).removeprefix("torch.") if inputs or outputs else ""
-        )
-        self.calls.append(OperatorCall(name, flops, n_bytes, dtype))
+        if not _moves_nothing(func):
+            self.calls.append(_describe_call(func, args, kwargs, result))
         return result
 
 
+def _moves_nothing(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return func.namespace != "aten" or func.is_view or name in FREE or name.startswith(ALLOCATIONS)
+
+
+def _describe_call(func: Any, args: Any, kwargs: Any, result: Any) -> OperatorCall:
+    moved = _moved_tensors(func, args, kwargs, result)
+    n_bytes = float(sum(tensor.numel() * tensor.itemsize for tensor in moved))
+    count = flop_registry.get(func.overloadpacket)
+    flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
+    tensors = _tensors((args, kwargs, result))
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return OperatorCall(func.overloadpacket.__name__, flops, n_bytes, dtype)
+
+
+def _moved_tensors(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+    """Return the tensors that a call reads or writes, each as often as it does."""
+    read, written = _read_and_written(func, args, kwargs)
+    targets = {id(tensor) for tensor in written}
+    # An operator in place returns its target.
+    outputs = [tensor for tensor in _tensors(result) if id(tensor) not in targets]
+    if func.overloadpacket.__name__ in LOOKUPS:
+        # Of the table it reads as many elements as it returns.
+        indices = _tensors((args, kwargs))[1:]
+        return [*indices, *outputs, *outputs]
+    return [*read, *written, *outputs]
+
+
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The argument tensors that an operator reads, and those that it writes into, by its schema."""
+    """Return the argument tensors that an operator reads, and those that it writes into.
+
+    Its schema says which.
+    """
     overwrites = func.overloadpacket.__name__.removeprefix("_foreach_") in OVERWRITES
     read = []
     written = []

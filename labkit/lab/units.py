@@ -189,17 +189,22 @@ def column(name: str) -> Column:
         return _COLUMNS[name]
     for ending, unit, form in _ENDINGS:
         if name.endswith(ending):
-            title = name.removesuffix(ending).replace("_", " ") + unit
-            found = Column(title, _AXES.get(name, title), form)
-            if ending == "_bytes":
-                found = replace(found, label="{value}")
-            return found
+            return _column_with_unit(name, ending, unit, form)
     words = name.replace("micro_", "micro-").replace("_", " ")
     axis = _AXES.get(name, words)
-    if not words.endswith("s") or words.endswith("ss"):
+    is_plural = words.endswith("s") and not words.endswith("ss")
+    if not is_plural:
         return Column(words, axis, format_number)
-    singular = words[:-2] if words.endswith("ches") else words[:-1]
+    # What a plural counts is labeled as "4 ranks", "1 rank"; all else as "batch 8".
+    singular = words.removesuffix("es" if words.endswith("ches") else "s")
     return Column(words, axis, format_number, "{value} {title}", f"1 {singular}")
+
+
+def _column_with_unit(name: str, ending: str, unit: str, form: Callable[[float], str]) -> Column:
+    title = name.removesuffix(ending).replace("_", " ") + unit
+    derived = Column(title, _AXES.get(name, title), form)
+    # "64 KiB" says what it is, and "8 ms" does not say of what.
+    return replace(derived, label="{value}") if ending == "_bytes" else derived
 
 
 def label(name: str, value: Any) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -146,21 +146,23 @@ def _attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward over blocks of keys and values. Saves q, k, v, the output and the
-    logsumexp."""
+    """Attention over blocks of keys and values. Saves q, k, v, the output and the logsumexp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         output = logsumexp = torch.empty(0)
         for source, block in call.method(call, "forward").blocks(k, v):
-            if part := call.visible(source, q.shape[-2]):
-                rows, columns, is_causal = part
-                keys, values = block[..., columns, :]
-                result = attend_to_block(q[..., rows, :], keys, values, is_causal)
-                if source == call.group.rank():  # comes first, and all queries see some of its keys
-                    output, logsumexp = result
-                else:
-                    _merge(output[..., rows, :], logsumexp[..., rows], *result)
+            visible = call.visible(source, q.shape[-2])
+            if visible is None:
+                continue
+            rows, columns, is_causal = visible
+            keys, values = block[..., columns, :]
+            result = attend_to_block(q[..., rows, :], keys, values, is_causal)
+            if source == call.group.rank():
+                # Comes first, and all queries see some of its keys: the others are merged into it.
+                output, logsumexp = result
+            else:
+                _merge(output[..., rows, :], logsumexp[..., rows], *result)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, logsumexp)
         ctx.call = call
@@ -175,41 +177,37 @@ class _Attention(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=logsumexp.dtype, device=q.device)
         blocks = call.method(call, "backward")
         for source, block in blocks.blocks(k, v):
-            gradients = _differentiate(call, source, block, (q, output, grad), logsumexp, grad_q)
-            blocks.add(source, gradients)
+            # In the accumulator's dtype: each rank that the gradients visit adds to them.
+            grad_block = torch.zeros_like(block, dtype=logsumexp.dtype)
+            visible = call.visible(source, q.shape[-2])
+            if visible is not None:
+                rows, columns, is_causal = visible
+                keys, values = block[..., columns, :]
+                add_gradients(
+                    q[..., rows, :],
+                    keys,
+                    values,
+                    output[..., rows, :],
+                    logsumexp[..., rows],
+                    grad[..., rows, :],
+                    is_causal,
+                    into=(grad_q[..., rows, :], *grad_block[..., columns, :]),
+                )
+            # Also zeros: they travel on, and the next rank waits for them.
+            blocks.add(source, grad_block)
         grad_k, grad_v = blocks.finish().to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
-def _differentiate(
-    call: _Call,
-    source: int,
-    block: Tensor,
-    queries: Sequence[Tensor],
-    logsumexp: Tensor,
-    grad_q: Tensor,
-) -> Tensor:
-    """Return the gradient of a block, in the accumulator's dtype, and add to that of q. `queries`:
-    q, output, grad."""
-    gradients = torch.zeros_like(block, dtype=logsumexp.dtype)
-    if part := call.visible(source, logsumexp.shape[-1]):
-        rows, columns, is_causal = part
-        keys, values = block[..., columns, :]
-        q, output, grad = (x[..., rows, :] for x in queries)
-        grad_k, grad_v = gradients[..., columns, :]
-        into = (grad_q[..., rows, :], grad_k, grad_v)
-        add_gradients(q, keys, values, output, logsumexp[..., rows], grad, is_causal, into)
-    return gradients
-
-
 def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
-    """Add the attention to further keys, in place: both outputs are weighted by their share of the
-    softmax's sum."""
+    """Merge the attention to further keys into that to the first ones, in place.
+
+    Each is weighted by its keys' share of the softmax's sum.
+    """
     total = torch.logaddexp(logsumexp, other_logsumexp)
-    own_share, other_share = (
-        (each - total).exp_().unsqueeze(-1) for each in (logsumexp, other_logsumexp)
-    )
-    output.mul_(own_share).addcmul_(other, other_share)
+    share = (logsumexp - total).exp_().unsqueeze(-1)
+    other_share = (other_logsumexp - total).exp_().unsqueeze(-1)
+    output.mul_(share).addcmul_(other, other_share)
     logsumexp.copy_(total)
 
 

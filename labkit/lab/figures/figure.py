@@ -89,28 +89,33 @@ class Figure:
         return table
 
     def tidy(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Select the rows that can be drawn, and the columns of the figure.
+        """Return the columns of the figure, of the rows that can be drawn.
 
         `ALL` becomes a column of empty texts. ParameterError for a missing column.
         """
-        names = self.keys
+        # A table of no rows may lack its columns, too.
         if not len(frame.columns):
-            frame = pd.DataFrame(columns=names)
-        missing = [name for name in names if name not in frame]
+            frame = pd.DataFrame(columns=self.keys)
+        missing = [name for name in self.keys if name not in frame]
         if missing:
             raise ParameterError(
                 f"no column {', '.join(missing)}; the frame has"
                 f" {', '.join(map(str, frame.columns))}"
             )
-        # A frame has intervals of one column only: those that directly follow it.
-        place = list(frame.columns).index(self.value)
-        if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:
-            at = names.index(self.value)
-            names[at + 1 : at + 1] = ["low", "high"]
         # A row that only has the reference continues its line.
         needed = [self.x, self.value if self.reference is None else self.reference]
-        rows = frame[list(dict.fromkeys(names))].dropna(subset=needed)
+        rows = frame[self._columns_with_interval(frame)].dropna(subset=needed)
         return rows.assign(**{ALL: ""}) if self.color == ALL else rows
+
+    def _columns_with_interval(self, frame: pd.DataFrame) -> list[str]:
+        columns = list(frame.columns)
+        after_value = columns.index(self.value) + 1
+        # A frame may have intervals of another column: those of the value directly follow it.
+        if columns[after_value : after_value + 2] != ["low", "high"]:
+            return self.keys
+        position = self.keys.index(self.value) + 1
+        with_interval = [*self.keys[:position], "low", "high", *self.keys[position:]]
+        return list(dict.fromkeys(with_interval))
 
 
 @dataclass(frozen=True, kw_only=True)

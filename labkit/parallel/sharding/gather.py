@@ -174,12 +174,13 @@ def _all_gather_flat(tensors: Sequence[Tensor], transport: Transport) -> None:
     for same_dtype in by_dtype.values():
         dense = [with_strides(tensor, row_strides(tensor)) for tensor in same_dtype]
         blocks = [_by_rank(each, transport.world_size) for each in dense]
-        flat, places = _make_flat(blocks)
-        foreach_copy_([place[rank] for place in places], [block[rank] for block in blocks])
+        flat, flat_blocks = _make_flat(blocks)
+        foreach_copy_([each[rank] for each in flat_blocks], [block[rank] for block in blocks])
         sent_bytes = flat[rank].nbytes * (transport.world_size - 1)
         record_collective("all_gather", "nccl", same_dtype, sent_bytes)
+        # In place: NCCL takes this rank's part of the output as its input.
         all_gather_single(flat.view(-1), flat[rank], group=transport.collective_group)
-        foreach_copy_([*chain(*blocks)], [*chain(*places)])
+        foreach_copy_([*chain(*blocks)], [*chain(*flat_blocks)])
         for tensor, each in zip(same_dtype, dense, strict=True):
             if tensor is not each:
                 tensor.copy_(each)
@@ -188,23 +189,26 @@ def _all_gather_flat(tensors: Sequence[Tensor], transport: Transport) -> None:
 def _reduce_scatter_flat(
     gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport
 ) -> None:
-    """Write this rank's rows of the mean of each gradient into `means` by the backend's
-    reduce-scatter."""
+    """Write this rank's rows of the mean of each gradient into `means`.
+
+    By the backend's reduce-scatter.
+    """
     p = transport.world_size
+    # A sum of float16 could overflow where the mean does not.
     is_divided_first = gradients[0].dtype == torch.float16
     blocks = [_by_rank(each, p) for each in gradients]
-    flat, places = _make_flat(blocks)
-    foreach_copy_([*chain(*places)], [*chain(*blocks)])
+    flat, flat_blocks = _make_flat(blocks)
+    foreach_copy_([*chain(*flat_blocks)], [*chain(*blocks)])
     if is_divided_first:
         flat.div_(p)
-    total = torch.empty_like(flat[0])
-    record_collective("reduce_scatter", "nccl", gradients, total.nbytes * (p - 1))
-    reduce_scatter_single(total, flat.view(-1), group=transport.collective_group)
+    local = torch.empty_like(flat[0])
+    record_collective("reduce_scatter", "nccl", gradients, local.nbytes * (p - 1))
+    reduce_scatter_single(local, flat.view(-1), group=transport.collective_group)
     if not is_divided_first:
-        total.div_(p)
-    sizes = [len(block[0]) for block in blocks]
-    for mean, rows in zip(means, total.split(sizes), strict=True):
-        _flatten(mean).copy_(rows[: mean.numel()])
+        local.div_(p)
+    padded_sizes = [len(block[0]) for block in blocks]
+    for mean, padded in zip(means, local.split(padded_sizes), strict=True):
+        _flatten(mean).copy_(padded[: mean.numel()])
 
 
 def _make_flat(blocks: Blocks) -> tuple[Tensor, Blocks]:
@@ -213,13 +217,14 @@ def _make_flat(blocks: Blocks) -> tuple[Tensor, Blocks]:
     Each rank's part is as long as that of rank 0, which has the most rows: backends want equal
     parts.
     """
-    sizes = [len(block[0]) for block in blocks]
-    flat = blocks[0][0].new_empty(len(blocks[0]), sum(sizes))
-    places = [
-        [part[: len(rows)] for part, rows in zip(column, block, strict=True)]
-        for column, block in zip(flat.split(sizes, dim=1), blocks, strict=True)
-    ]
-    return flat, places
+    padded_sizes = [len(block[0]) for block in blocks]
+    flat = blocks[0][0].new_empty(len(blocks[0]), sum(padded_sizes))
+    flat_blocks = []
+    for padded_block, block in zip(flat.split(padded_sizes, dim=1), blocks, strict=True):
+        flat_blocks.append(
+            [padded[: len(rows)] for padded, rows in zip(padded_block, block, strict=True)]
+        )
+    return flat, flat_blocks
 
 
 def _flatten(dense: Tensor) -> Tensor:
@@ -236,22 +241,26 @@ def _by_rank(whole: Tensor, p: int) -> list[Tensor]:
 
 
 def _pack(blocks: Blocks) -> tuple[Blocks, list[tuple[Tensor, list[Tensor]]]]:
-    """Return large blocks as they are and one for all small ones, whose vectors are returned with
-    their parts, too."""
+    """Merge small blocks into one.
+
+    Return the large blocks and the merged one; and the vectors of the merged one, each with the
+    small vectors that `_fill` copies into it, or `_unpack` out of it.
+    """
     small = [block for block in blocks if block[0].nbytes <= SMALL_BYTES]
-    packed = [
-        (parts[0].new_empty(sum(map(len, parts))), list(parts))
-        for parts in zip(*small, strict=True)
-    ]
-    vectors = [[vector for vector, _ in packed]] if small else []
-    return [block for block in blocks if block[0].nbytes > SMALL_BYTES] + vectors, packed
+    large = [block for block in blocks if block[0].nbytes > SMALL_BYTES]
+    packed = []
+    for of_one_rank in zip(*small, strict=True):
+        vector = of_one_rank[0].new_empty(sum(map(len, of_one_rank)))
+        packed.append((vector, list(of_one_rank)))
+    merged = [[vector for vector, _ in packed]] if small else []
+    return large + merged, packed
 
 
 def _fill(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
-    for vector, parts in packed:
-        torch.cat(parts, out=vector)
+    for vector, small in packed:
+        torch.cat(small, out=vector)
 
 
 def _unpack(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
-    for vector, parts in packed:
-        foreach_copy_(parts, list(vector.split([len(part) for part in parts])))
+    for vector, small in packed:
+        foreach_copy_(small, list(vector.split([len(each) for each in small])))

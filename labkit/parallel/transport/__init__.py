@@ -111,28 +111,34 @@ def _select(
     selections: _Selections,
     tag: int,
 ) -> Transport:
-    """Make a transport, or return one of `selections` that shares memory; `tag`: of messages point
-    to point."""
+    """Make the transport that serves the preference. A collective.
+
+    `selections`: the group's transports so far; one that shares memory is returned again. `tag`: of
+    messages point to point.
+    """
     if preference not in CHOICES:
         raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {preference!r}")
+    if _backend_name(group, device) == "nccl":
+        if preference == SHARED:
+            raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
+        return BatchTransport(group, device, has_collectives=preference == AUTO)
+    if preference == POINT_TO_POINT:
+        return StreamTransport(group, tag, "requested")
+    if preference == AUTO and group.size() == 1:
+        return StreamTransport(group, tag, "one rank alone sends nothing")
+    # One serves all devices: messages of a GPU go through CPU memory anyway.
+    shared = [each for each in selections.values() if each.name == SHARED]
+    try:
+        return shared[0] if shared else SharedTransport(group)
+    except SharedMemoryUnavailable as error:
+        if preference == SHARED:
+            raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
+        return StreamTransport(group, tag, str(error))
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     try:
         backend: Any = group._get_backend(device)
     except RuntimeError as error:
         raise ValueError(f"the process group has no backend for {device.type} tensors") from error
-    if backend.name() == "nccl":
-        if preference == SHARED:
-            raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
-        return BatchTransport(group, device, has_collectives=preference == AUTO)
-    reason = "requested"
-    if preference == AUTO and group.size() == 1:
-        reason = "one rank alone sends nothing"
-    elif preference != POINT_TO_POINT:
-        try:
-            return next(
-                (each for each in selections.values() if each.name == SHARED), None
-            ) or SharedTransport(group)
-        except SharedMemoryUnavailable as error:
-            if preference == SHARED:
-                raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
-            reason = str(error)
-    return StreamTransport(group, tag, reason)
+    return str(backend.name())

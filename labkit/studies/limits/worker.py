@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from labkit.bench.check import Work, matrix_product, max_over_ranks, status_columns
+from labkit.bench.check import (
+    Work,
+    matrix_product,
+    max_over_ranks,
+    refusal_columns,
+    status_columns,
+)
 from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.costs.memory import STATES_BYTES, activation_bytes
@@ -110,60 +116,55 @@ def _repeat(run: Callable[[], Any], number: int) -> None:
 
 
 def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Square matmuls of each size; and a tall and a batched one with the FLOPs of the largest."""
+    """Time square matmuls, and a tall and a batched one with the FLOPs of the largest."""
     dtype = getattr(torch, point.dtype)
     sizes, limit_s = _sizes_in_time(point, device, dtype)
     largest = max(sizes)
-    part = max(sizes) // ATTENTION_BATCH
-    shapes = {f"square {size}": (1, size, size, size) for size in sizes}
-    shapes |= {
+    small = largest // ATTENTION_BATCH
+    # Batch, and the sides m, k and n of (m, k) @ (k, n).
+    squares = {f"square {size}": (1, size, size, size) for size in sizes}
+    others = {
         "tall": (1, 16 * largest, largest // 4, largest // 4),
-        "batched": (ATTENTION_BATCH**3, part, part, part),
+        "batched": (ATTENTION_BATCH**3, small, small, small),
     }
+    shapes = squares | others
     calls = {
-        name: matrix_product(device, dtype, *sides, batch=b) for name, (b, *sides) in shapes.items()
+        name: matrix_product(device, dtype, *sides, batch=batch)
+        for name, (batch, *sides) in shapes.items()
     }
     for row in _timed(point, calls, "shape"):
-        b, m, k, n = shapes[row["shape"]]
-        yield row | {
-            "size": m if row["shape"].startswith("square") else None,
-            "dimensions": f"{b} x {m} x {k} x {n}",
-        }
+        shape = row["shape"]
+        batch, m, k, n = shapes[shape]
+        dimensions = f"{batch} x {m} x {k} x {n}"
+        yield row | {"size": m if shape in squares else None, "dimensions": dimensions}
     for size in point.sizes:
         if size not in sizes:
-            yield {
-                "shape": f"square {size}",
-                "status": "refused",
-                "reason": f"one would take longer than {format_seconds(limit_s)}",
-            }
+            reason = f"one would take longer than {format_seconds(limit_s)}"
+            yield {"shape": f"square {size}", **refusal_columns(reason)}
 
 
 def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[list[int], float]:
-    """Return the sizes of square matmuls to time, and the seconds one may take.
+    """Return the sizes of square matmuls that rounds have time for, and the seconds one may take.
 
-    As many as the rounds have time for.
-
-    A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than
-    float32: 2048 rows take
-    20 s. Each size predicts the next, on the slowest rank, by the best of a few tries: one may meet
-       a stall.
+    Each size predicts the next one's time. A CPU without instructions for 16-bit numbers multiplies
+    them a hundred times slower than float32: 2048 rows take 20 s.
     """
     limit_s = max(point.rounds["rounds_s"] / MIN_ROUNDS, MIN_LIMIT_S)
     sizes = sorted(point.sizes)
-    for place, (size, following) in enumerate(pairwise(sizes), 1):
+    for n_sizes, (size, next_size) in enumerate(pairwise(sizes), 1):
         call = matrix_product(device, dtype, size, size, size).run
+        # The best of a few: one may meet a stall.
         fastest = min(time_interleaved({"": call}, warmup=0, repeats=MIN_ROUNDS, device=device)[""])
-        predicted = max_over_ranks(fastest) * (following / size) ** 3
-        if min(2 * following**3 / MIN_FLOPS_PER_S, predicted) > limit_s:
-            return sizes[:place], limit_s
+        # The slowest rank's, so that all ranks time the same sizes.
+        predicted = max_over_ranks(fastest) * (next_size / size) ** 3
+        slowest_possible = 2 * next_size**3 / MIN_FLOPS_PER_S
+        if min(slowest_possible, predicted) > limit_s:
+            return sizes[:n_sizes], limit_s
     return sizes, limit_s
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Copies and additions of arrays of each number of bytes.
-
-    "new": additions whose result is a new tensor.
-    """
+    """Time copies and additions of arrays of each number of bytes."""
     calls = {
         f"{name} {n}": work for n in point.sizes for name, work in _elementwise(n, device).items()
     }
@@ -184,10 +185,7 @@ def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
 
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield a matmul, a copy and an addition with one thread, two, four, ...
-
-    Up to all threads of this process.
-    """
+    """Time a matmul, a copy and an addition with one thread, two, four, up to all of them."""
     all_threads = torch.get_num_threads()
     size, n_bytes = point.sizes
     numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
@@ -209,11 +207,9 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Passes over chains of tiny operators.
-
-    A long copy empties the caches between them, as a model would.
-    """
-    ones, weight = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
+    """Time passes over chains of tiny operators, forward and backward."""
+    ones = torch.ones(1, device=device)
+    weight = torch.ones(1, device=device, requires_grad=True)
 
     def pass_over(operators: int) -> None:
         value = weight
@@ -221,10 +217,12 @@ def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             value = value * ones
         value.backward()
 
-    others = _elementwise(point.sizes[0], device)["copy"].run
-    actions = {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others}
-    samples = time_interleaved(actions, **point.rounds)
+    passes = {str(n): partial(pass_over, n) for n in CHAINS}
+    # A long copy empties the caches between the passes, as a model would.
+    empty_caches = {"copy": _elementwise(point.sizes[0], device)["copy"].run}
+    samples = time_interleaved(passes | empty_caches, **point.rounds)
     for n in CHAINS:
+        # Each operator has another one in the backward pass.
         yield {"operators": 2 * n, "status": "ok", "seconds": samples[str(n)]}
 
 
@@ -251,10 +249,7 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield each operator of a named model's step in float32.
-
-    With FLOPs and bytes counted by hand.
-    """
+    """Time each operator of a named model's step in float32; FLOPs and bytes counted by hand."""
     shape = SIZES[point.model]
     batch = point.batch
     context = point.context_length
@@ -301,7 +296,7 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """All-reduces and single messages between ranks."""
+    """Time all-reduces and single messages between ranks."""
     for n_bytes in point.sizes:
         # Each size has rounds in an order of its own.
         timing = point.rounds | {"seed": f"{point.id} {n_bytes}"}
