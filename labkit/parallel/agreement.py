@@ -91,6 +91,7 @@ def agree_per_pass(
     """
     description, problem = _call(describe)
     connection = find_transport(cpu_group(member_group(group)), _CPU, transport)
+    # All in one message: the checksum travels even if this rank has a problem, so nobody waits.
     rows = torch.zeros(connection.world_size, 2 + len(numbers), dtype=torch.int64, device=_CPU)
     row = [problem is not None, _checksum(description), *numbers]
     rows[connection.rank] = torch.tensor(row, device=_CPU)
@@ -99,6 +100,7 @@ def agree_per_pass(
     if any(row[:2] != [False, by_rank[0][1]] for row in by_rank):
         # All ranks see the same rows, so all are here: now time does not matter, but the text does.
         _compare(subject, description, problem, group)
+    # From here on all ranks know that shapes agree: values on a GPU are described now.
     compared = _compared.get(member_group(group), {})
     compared.update(dict.fromkeys(compared, True))
     return [row[2:] for row in by_rank]
@@ -121,6 +123,7 @@ def wait_for_ranks(call: str, group: Group = None) -> None:
                 stacklevel=3,
             )
             break
+        # Short: every call waits up to this long after the last rank has come.
         time.sleep(0.0005)
     arrival.wait()
 
@@ -164,7 +167,9 @@ def _call(describe: Describe) -> tuple[dict[str, str], Exception | None]:
 
 def _checksum(description: Mapping[str, str]) -> int:
     """Return a number of 56 bits, the same in every process (unlike `hash`)."""
+    # In order: ranks with the same names in another order would send other tensors.
     text = json.dumps([*description.items()])
+    # Seven bytes, since the eighth would not fit the sign of an int64.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 

@@ -226,6 +226,7 @@ class _Gathered:
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield every rank and its block: this rank's first, then those of the ranks before it."""
+        # Keys and values travel together: half as many messages.
         blocks = k.new_empty(self.p, 2, *k.shape)
         torch.stack([k, v], out=blocks[self.rank])
         all_gather(blocks, self.group, transport=self.transport)
@@ -284,6 +285,8 @@ class _Ring(_Gathered):
             wait = self._pass_on(block, following)
             yield (self.rank - step) % self.p, block
             wait()
+            # After the first message, which all ranks have started: a rank in another call is
+            # noticed here.
             if step == 0:
                 self._compare_with_neighbor()
             block = following

@@ -25,6 +25,7 @@ def attend_to_block(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[T
 
         output, logsumexp = flash_forward(q, k, v, is_causal)
         return output.to(logsumexp.dtype), logsumexp
+    # Results of blocks are merged by sums of exponentials, for which 16 bits are too few.
     dtype = torch.promote_types(q.dtype, torch.float32)
     return tiled_forward(q.to(dtype), k.to(dtype), v.to(dtype), is_causal)
 

@@ -109,6 +109,7 @@ def clip_grad_norm_(
     for group in members:
         dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
     norm = total if is_max else total ** (1 / norm_type)
+    # 1e-6 as in torch, whose results it equals.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in by_copies.values():
         for grad in grads:
@@ -167,6 +168,7 @@ def fork_seed(group: Group = None) -> Iterator[None]:
     The seed inside is drawn from torch's generator, so `torch.manual_seed` decides both, and a
     layer that `torch.utils.checkpoint` computes again draws the same numbers.
     """
+    # On the CPU: reading a number from a GPU would wait for it.
     seed = int(torch.randint(2**31, (), device="cpu")) + member_group(group).rank()
     # As `torch.random.fork_rng` and `torch.manual_seed` do, which take 0.1 ms: a model enters two
     # blocks per layer.
@@ -197,6 +199,8 @@ class CutGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         with DisableTorchFunctionSubclass():
+            # Before all else: the functions below correct what torch has computed of this rank's
+            # part.
             result = func(*args, **options)
             if func not in _READ_BY_TRAINERS:
                 return result  # first, since optimizers call some operators per gradient
@@ -257,6 +261,7 @@ def _norm_of_parts(
     is_max = ord == float("inf")
     # FSDP's norms are DTensors: first those of all its ranks' rows, then of the parts
     local = [getattr(norms[i], "full_tensor", lambda i=i: norms[i])() for i in cut]
+    # One message for all gradients: one for each would take a latency per parameter.
     powers = torch.stack([norm if is_max else norm**ord for norm in local])
     group = grads[cut[0]].group  # type: ignore[attr-defined]
     dist.all_reduce(powers, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)

@@ -37,6 +37,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     Targets (...), int64, may be `IGNORED`. Without any target both are zero.
     """
+    # The exponentials of many 16-bit logits cannot be added up in 16 bits.
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     total = cross_entropy(wide, targets.flatten(), reduction="sum", ignore_index=IGNORED)
     return total, (targets != IGNORED).sum()
@@ -51,12 +52,16 @@ def mean_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None =
     collective of the group (None: all ranks), in its forward pass only.
     """
     total, count = summed_loss(logits, targets)
+    # In one message, and in float64: a count is exact, whatever the dtype of the loss.
     sums = torch.stack([total.detach().double(), count.double()])
     all_reduce(sums, group, "sum")
     # A tensor, so that a GPU need not be waited for.
     scale = 1 / sums[1].clamp(min=1)
     mean: Tensor = _ScaledLoss.apply(
-        total, (sums[0] * scale).to(total.dtype), scale.to(total.dtype) * member_group(group).size()
+        # Times p, since wrappers average gradients over ranks: the gradient is then that of a sum.
+        total,
+        (sums[0] * scale).to(total.dtype),
+        scale.to(total.dtype) * member_group(group).size(),
     )
     return mean
 

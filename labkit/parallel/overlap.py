@@ -53,6 +53,8 @@ class BackwardPass:
         """Ask autograd, during a pass, to call `at_end` when the pass is over."""
         # a new object, which lives as long as autograd's record of the pass
         callback = partial(at_end)
+        # The engine drops its callbacks with the pass, also after an error: the weak reference
+        # tells.
         queue_callback(callback)
         self._callback = weakref.ref(callback)
 
@@ -104,6 +106,7 @@ class GradientHooks:
                 hooks = handle.hooks_dict_ref() or {}
                 for number, other in [(number, _by_handle.get(number, self)) for number in hooks]:
                     if other is not self:
+                        # Otherwise both wrappers would average the gradient.
                         del hooks[number]
                         other.is_superseded = True
                 _by_handle[handle.id] = self
@@ -174,6 +177,8 @@ class Channel:
             threading.Thread(
                 target=_work, args=(self._tasks, torch.get_num_threads()), daemon=True
             ).start()
+            # The thread holds the queue and not the channel, so a channel can go; None ends the
+            # thread.
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put(task)
         return task[0].result

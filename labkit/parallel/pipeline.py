@@ -226,6 +226,8 @@ class Pipeline(nn.Module):
             [task for task in order if task.kind == "F" and task.micro_batch < len(parts)]
             for order in self.schedule
         ]
+        # One by one, since a user may have put some of them into evaluation mode, as a frozen
+        # BatchNorm.
         modes = {module: module.training for module in self.modules()}
         self.eval()
         try:

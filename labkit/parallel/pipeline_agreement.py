@@ -105,6 +105,7 @@ def sum_over(
 
     `error`: of this rank's pipeline. It is raised here, and ValueError with its text elsewhere.
     """
+    # The agreement carries integers: the bits of a float64 are one, and lose nothing.
     bits = torch.tensor([total, count], dtype=torch.float64).view(torch.int64).tolist()
     by_rank = agree_on_success("step", error, group, bits)
     totals = torch.tensor(by_rank).view(torch.float64).sum(0).tolist()

@@ -33,6 +33,7 @@ def measure_layers(
     """
     seconds = torch.zeros(len(layers), dtype=torch.float64, device=inputs.device)
     devices = [inputs.device] if inputs.is_cuda else []
+    # Dropout draws numbers, which the training would miss.
     with torch.no_grad(), torch.random.fork_rng(devices):
         for number, layer in enumerate(layers):
             times = []
@@ -44,6 +45,7 @@ def measure_layers(
                         torch.cuda.synchronize(inputs.device)
                     times.append(time.perf_counter() - start)
             inputs = outputs
+            # The best, since a stall only adds. The mean of ranks: they must balance stages alike.
             seconds[number] = min(times)
     all_reduce(seconds, group)
     return seconds.tolist()
@@ -120,6 +122,7 @@ def sum_tied(
     local = shard.contiguous()
     number = len(owners)
     place = owners.index(group.rank())
+    # All parts are kept and added in the order of ranks, so that copies stay equal to the bit.
     parts = [local if i == place else torch.empty_like(local) for i in range(number)]
     for distance in range(1, number):
         to = owners[(place + distance) % number]

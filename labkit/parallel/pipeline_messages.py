@@ -97,6 +97,7 @@ class Messages:
         dtype = torch.int64
         if way in self._last:
             shape, dtype = _describe(self._last[way])
+        # One tensor of the last dtype for both parts: a message has one dtype.
         n_header = HEADER_BYTES // dtype.itemsize
         message = torch.empty(n_header + torch.Size(shape).numel(), dtype=dtype)
         return message, message[:n_header].view(torch.int64), message[n_header:].view(shape)
@@ -105,6 +106,7 @@ class Messages:
         if header[0] == TENSOR and self._device.type == "cpu":
             self._last[way] = header
         else:
+            # A GPU's tensors never travel behind a header, which goes between CPUs.
             self._last.pop(way, None)
 
 

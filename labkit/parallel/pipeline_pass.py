@@ -181,6 +181,8 @@ class Pass:
             if task.stage == self._last:
                 self.outputs.append(y.detach())
             else:
+                # Detached: a stage's graph ends at its outputs, and the next stage has a leaf of
+                # its own.
                 self._outgoing[task] = y.detach().requires_grad_(y.requires_grad)
         if self._loss_function is not None:
             self._held[task.stage, task.micro_batch] = x, y
@@ -214,6 +216,7 @@ class Pass:
         # Nothing arrives where nothing behind needs this stage's outputs, as in one process.
         if y.requires_grad and (gradient is not None or task.stage == self._last):
             y.backward(gradient)
+        # None travels, too: the stage before waits for word of every micro-batch.
         if task.stage:
             self._outgoing[task] = x.grad
 
@@ -226,6 +229,7 @@ class Pass:
         content: Tensor | Failed | None
         if self._group.rank() == source:
             content = Failed() if self.has_failed else self._outgoing.pop(task)
+            # Two stages of one rank hand over without a message.
             if source != target:
                 self._messages.send(content, target, way)
                 return

@@ -86,6 +86,7 @@ def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: i
         ahead = min(ranks - 1 - rank, len(forward))
     else:
         ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1]), len(forward))
+    # Not strict: the last backward passes have no forward pass left to take turns with.
     pairs = zip(forward[ahead:], backward, strict=False)
     alternating = [task for pair in pairs for task in pair]
     return forward[:ahead] + alternating + backward[len(forward) - ahead :]
@@ -162,6 +163,7 @@ def plan_rank(schedule: Schedule, rank: int) -> list[tuple[bool, Task]]:
     events = []
     for task, start, end in (each for times in simulate(schedule) for each in times):
         ranks = [task.stage % len(schedule)]
+        # 1 sorts behind messages of the same moment, which that task may need.
         events.append((start, 1, task, ranks))
         if 0 <= task.destination.stage <= last:
             events.append((end, 0, task, [*ranks, task.destination.stage % len(schedule)]))

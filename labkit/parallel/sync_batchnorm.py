@@ -230,6 +230,7 @@ class _Normalize(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_weight = s2.to(weight.dtype) if needs_weight else None
         d_bias = s1.to(weight.dtype) if needs_bias else None
+        # No collective: all ranks' inputs require a gradient, or none's, so none waits here.
         if not needs_x:
             return None, d_weight, d_bias, None, None, None
         sums = torch.stack([s1, s2])

@@ -175,6 +175,7 @@ class _Conjugate(torch.autograd.Function):
         ctx.again = again
         result = forward(x)
         if result is x:
+            # A collective has overwritten it: autograd must refuse whoever saved the old values.
             ctx.mark_dirty(x)
         return result
 

@@ -40,6 +40,7 @@ class CutLayer(ParallelLayer):
         try:
             super().reset_parameters()  # type: ignore[misc]
             for name in is_cut:
+                # All ranks draw the whole matrix, so that their generators stay alike.
                 own[name].copy_(cut(getattr(self, name), layouts[name]))
         finally:
             for name in is_cut:
@@ -86,6 +87,7 @@ class SummedLayer(ParallelLayer):
         try:
             return super().forward(*inputs, **options)
         finally:
+            # Also after an error: the optimizer has these.
             self._parameters.update(own)
 
 
@@ -163,6 +165,8 @@ class VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, ranks: Ranks) -> Tensor:
         # (B S, V / p)
+        # The exponentials of 16-bit logits are added up over the vocabulary, for which 16 bits are
+        # few.
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         counts = targets.flatten() != IGNORED
         local, is_here = _local_indices(targets.flatten(), first, logits.shape[-1])

@@ -92,6 +92,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], p: int, sequence_parall
         rule = _find_tensor_rule(name, by_name, sequence_parallel)
         if rule is not None:
             rules.tensors[name] = rule
+        # A guess would train on gradients that are parts of a sum. A buffer is not trained.
         elif isinstance(tensor, nn.Parameter):
             unnamed.append(name)
     if unnamed:
@@ -112,6 +113,7 @@ def apply_rules(model: nn.Module, rules: Rules, ranks: Ranks) -> None:
     for name in rules.counts:
         parent, _, attribute = name.rpartition(".")
         count = getattr(layers[parent], attribute)
+        # The layer reshapes by it, as by a number of heads, and has 1/p of them.
         setattr(layers[parent], attribute, count // ranks.group.size())
     for name, layer in layers.items():
         rule = rules.layers.get(name, "")
@@ -139,6 +141,7 @@ def apply_rules(model: nn.Module, rules: Rules, ranks: Ranks) -> None:
             continue
         else:
             continue
+        # Also after an error: a block that stays open would draw other numbers in the next pass.
         layer.register_forward_hook(partial(_end_local, ranks), always_call=True)
 
 

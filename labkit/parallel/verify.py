@@ -127,6 +127,7 @@ def verify(
         return Verification("refused", cause=reason, untested=untested)
     parallel = _as_parallel(parallelize(model), loss_function, members)
     case.split = parallel.split
+    # Such a part could be left out by mistake, and the comparison would still pass.
     for rank, gradient in enumerate(case.part_gradients()):
         if not any(part.any() and part.isfinite().all() for part in gradient.values()):
             reason = f"rank {rank}'s part of the batch changes no gradient: it could be left out"
@@ -199,8 +200,10 @@ def _compare(
     off: dict[Key, float] = {}
     for key in everything:
         error = _difference(actual.get(key), expected.get(key))
+        # Not `>`: NaN must be off, too.
         if not error <= tolerances.get(key, 0.0):
             off[key] = error
+    # Expected ones first: they have the same numbers on all ranks.
     order = {key: number for number, key in enumerate({**expected, **everything})}
     by_rank = gather_json([[order[key], *key, error] for key, error in off.items()], group)
     keys = sorted({(item[1], item[2], item[0], item[3]) for items in by_rank for item in items})
@@ -260,6 +263,7 @@ def _check_dropout(parallel: Parallel, batch: Batch, group: dist.ProcessGroup) -
         module.register_forward_hook(lambda _, i, o, name=name: note(name, i[0].detach(), o))
         for name, module in modules
     ]
+    # One seed, as in a training that seeds all ranks alike: dropout is then equal unless forked.
     torch.manual_seed(0)
     parallel.step(*batch)
     for handle in handles:

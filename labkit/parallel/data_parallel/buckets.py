@@ -31,6 +31,7 @@ def assign_buckets(
         kind = (parameter.dtype, parameter.device)
         bucket = filling.setdefault(kind, [])
         bucket.append(index)
+        # A parameter that fills the bucket goes into it, as in torch: it may exceed the limit.
         if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(
             kind, min(first_bucket_mb, bucket_mb)
         ):
@@ -108,5 +109,6 @@ class Bucket:
 
     def store(self, average: torch.futures.Future[Any]) -> None:
         """Wait for a hook's result, and copy it into the memory."""
+        # torch's hooks return a list of one tensor, or the tensor.
         result = average.wait()
         self.memory.copy_(result[0] if isinstance(result, list) else result)

@@ -22,6 +22,7 @@ class NaiveDDP(DataParallel):
     parameters."""
 
     def _finish(self, pending: list[int]) -> None:
+        # The order of the wrapping, which all ranks have; gradients become ready in other ones.
         for parameter in self._backward_order:
             self._all_reduce.average(_flat_gradient(parameter))
 
@@ -139,6 +140,7 @@ class BucketedDDP(DataParallel):
                 view.div_(self._divisor)
             return
         if gradient is None:
+            # Another rank may have a gradient for it, and every rank takes part in the mean.
             view.zero_()
         elif gradient.dtype != view.dtype or gradient.shape != view.shape:
             raise RuntimeError(
@@ -160,6 +162,7 @@ class BucketedDDP(DataParallel):
             if self._comm_hook is None:
                 self._waits.append(self._all_reduce.start(bucket.memory, self._op))
             else:
+                # The hook starts its collective now; its result is a copy that has to come back.
                 self._waits.append(partial(bucket.store, self._comm_hook(bucket)))
 
     def _wait(self) -> None:

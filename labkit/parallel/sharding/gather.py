@@ -75,6 +75,7 @@ def plan_all_gather(
     copies = [
         (tensor, each) for tensor, each in zip(tensors, dense, strict=True) if tensor is not each
     ]
+    # As bytes: nothing is added, and transports know few dtypes.
     blocks, packed = _pack(
         [[rows.view(torch.uint8) for rows in _by_rank(each, p)] for each in dense]
     )
@@ -82,6 +83,7 @@ def plan_all_gather(
         each.untyped_storage()
         for each in chain((x for _, x in copies), (vector for vector, _ in packed))
     ]
+    # Storages are freed between calls; the views of them stay.
     sizes = [storage.nbytes() for storage in storages]
     description = checksum(
         "all_gather", name, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -115,6 +117,7 @@ def reduce_scatter_rows(
     A collective per dtype, and one per scalar, of which every rank has all. Ranks that call it for
     another `name` raise. Gradients have `row_strides`.
     """
+    # One collective per dtype: a message has one, and additions are rounded to it.
     by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for gradient, rows in pairs:
         if gradient.dim():
@@ -144,6 +147,7 @@ def _reduce_scatter(
         (gradient / p if is_divided_first else gradient).to(transport.device)
         for gradient in gradients
     ]
+    # On a GPU over gloo these are copies in CPU memory, which come back below.
     results = [mean.to(transport.device) for mean in means]
     blocks, packed = _pack(
         [[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)]

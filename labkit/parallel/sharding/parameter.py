@@ -33,6 +33,7 @@ class UnitParameter:
         self.all_gather_output = torch.empty_strided(
             value.shape, self.strides, dtype=dtype, device=value.device
         )
+        # A copy, since a view would keep the whole parameter in memory.
         rows = local_rows(value, self.rank, self.world_size).clone()
         self.sharded = shard_parameter(managed.parameter, rows, mesh)
         self.unsharded = nn.Parameter(

@@ -107,6 +107,7 @@ def partition(
                 entry.owners.append((module, name))
             entry.units.add(number)
     for entry in managed.values():
+        # Tied over units, it must be in memory while either runs: the model's unit always is.
         number = last if len(entry.units) > 1 else min(entry.units)
         members[number].parameters.append(entry)
     return members

@@ -100,6 +100,7 @@ class Unit:
         for parameter in self.parameters:
             _resize_storage(parameter.all_gather_output, parameter.all_gather_output.nbytes)
         unsharded = tuple(parameter.unsharded for parameter in self.parameters)
+        # As before it was freed: autograd then takes what it saved for unchanged.
         set_version_counters(unsharded, (0,) * len(unsharded))
         self._collectives.append(f"all-gather of {self.name}")
         self._all_gather_result = self._channel.start(self._copy_in_and_all_gather)
@@ -224,6 +225,7 @@ class Unit:
         """Reshard, and start to reduce-scatter the gradients. A collective."""
         with torch.no_grad():
             gradients = [each.take_gradient(self._options.reduce_dtype) for each in self.trained]
+            # Now, and not after the reduce-scatter: whole gradients take as much memory again.
             self.reshard(keep_memory=not self._options.reshard_after_backward)
             if not gradients:
                 return

@@ -76,6 +76,7 @@ def make_separate_transport(group: Group, device: torch.device, preference: str)
     Errors as `find_transport`. A collective.
     """
     group = member_group(group)
+    # Another tag for each, the same on all ranks: messages in flight together are not mixed up.
     _separate_counts[group] = number = _separate_counts.get(group, 0) + 1
     return _select(group, device, preference, {}, TAG + number)
 
@@ -121,6 +122,7 @@ def _select(
     if _backend_name(group, device) == "nccl":
         if preference == SHARED:
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
+        # Only "auto" may take NCCL's collectives: who requests messages wants to measure them.
         return BatchTransport(group, device, has_collectives=preference == AUTO)
     if preference == POINT_TO_POINT:
         return StreamTransport(group, tag, "requested")

@@ -72,6 +72,8 @@ class Transfer(NamedTuple):
         is_short = self.outgoing is None or self.outgoing.nbytes <= chunk_bytes
         if is_short and (self.incoming is None or self.incoming.nbytes <= chunk_bytes):
             return [self]
+        # One side may be longer: the rest of it travels alone. So both ranks of a message cut it
+        # alike, whatever else each of them sends.
         vectors = (self.outgoing, self.incoming, self.into)
         chunks = [() if x is None else x.split(chunk_bytes // x.itemsize) for x in vectors]
         return [
@@ -104,6 +106,7 @@ def cut_rounds(rounds: Rounds, chunk_bytes: int) -> list[Chunk]:
     result: list[Chunk] = []
     ends = [0] * len(rounds)  # by round: how many chunks are complete once its last one so far is
     for wave in range(len(rounds) + most - 1):
+        # Of the waves before: chunks of one wave do not wait for each other.
         ends_before = ends.copy()
         for i in range(max(0, wave - most + 1), min(wave + 1, len(rounds))):
             k = wave - i
@@ -118,6 +121,7 @@ def cut_rounds(rounds: Rounds, chunk_bytes: int) -> list[Chunk]:
 @lru_cache(1024)
 def checksum(*call: object) -> int:
     """Return 32 bits for a call, from names, sizes and dtypes, the same in every process."""
+    # Not `hash`, which is salted in each process.
     return zlib.crc32(repr(call).encode())
 
 
@@ -137,6 +141,7 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        # Bytes, since calls of all dtypes use the same memory in turn.
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._vectors: list[Tensor] = []
         self._shape: tuple[int, int, torch.dtype] | None = None

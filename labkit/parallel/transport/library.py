@@ -127,6 +127,7 @@ def _header_folders() -> list[Path]:
 def _build_key() -> str:
     """Digest of what a build depends on, but for the compiler: source, flags, Python, torch,
     processor."""
+    # Machines may share a home folder: what -march=native makes for one may be illegal on another.
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -47,6 +47,7 @@ class _GroupTransport(Transport):
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk, the same on all ranks."""
+        # Multiples of 1024 bytes hold whole elements of every dtype.
         return max(1024, self.scratch_limit_bytes // self.in_flight // 1024 * 1024)
 
     def _landings(self, count: int, transfers: Sequence[Transfer]) -> Sequence[Tensor | None]:
@@ -81,6 +82,7 @@ class StreamTransport(_GroupTransport):
         landings = self._landings(window, [chunk.transfer for chunk in chunks])
         started: deque[_Started] = deque()
         for number, chunk in enumerate(chunks):
+            # A landing is free once its message is added, and what is sent on must have arrived.
             while len(started) == window or number - len(started) < chunk.after:
                 _finish(*started.popleft())
             started.append(self._start(chunk.transfer, landings[number % window]))
@@ -115,6 +117,7 @@ class BatchTransport(_GroupTransport):
         self, group: dist.ProcessGroup, device: torch.device, *, has_collectives: bool
     ) -> None:
         super().__init__(group.rank(), group.size(), device)
+        # The group keeps its transports: a reference back would keep both alive for good.
         self._group = weakref.ref(group)
         self._has_collectives = has_collectives
         # NCCL wants every rank of the group in its first batch; the first round of an algorithm may

@@ -63,6 +63,7 @@ class SharedTransport(Transport):
             notes = _on_all_ranks(group, partial(self._make_mailbox, stack))
             if len({note["host"] for note in notes}) > 1:
                 raise SharedMemoryUnavailable("the ranks are on several hosts")
+            # A second agreement: a rank that cannot open another's memory leaves nobody waiting.
             # Nobody sends before every rank has made its semaphores.
             _on_all_ranks(group, partial(self._connect, notes, timeout_s))
 
@@ -102,6 +103,7 @@ class SharedTransport(Transport):
                 for r, each in enumerate(notes)
             ]
             for note in notes:
+                # A descriptor, and not the number, which the kernel gives to another process later.
                 self._processes.append(process := os.pidfd_open(note["pid"]))
                 weakref.finalize(self, os.close, process).atexit = False
         except OSError as error:
@@ -157,6 +159,7 @@ class SharedTransport(Transport):
 def _open_mailbox(note: Mapping[str, Any], n_bytes: int) -> mmap.mmap:
     descriptor = os.open(f"/proc/{note['pid']}/fd/{note['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
+        # The number may name another process here: of another container, or one that came later.
         if os.fstat(descriptor).st_ino != note["inode"]:
             raise OSError("it is another file than announced")
         return _map(descriptor, n_bytes)
