@@ -62,6 +62,7 @@ def _miscounted_part(tensor: Tensor, ranks: int) -> tuple[int, int]:
     excess = got - torch.stack(parts).sum(0)
     wrong = excess != 0
     for rank, part in enumerate(parts):
+        # Missing, or there twice: what a wrong round or neighbor does.
         for times in (-1, 1):
             if torch.equal(excess[wrong], times * part[wrong]):
                 return rank, times
@@ -79,6 +80,7 @@ def first_deviation(
     exact = torch.stack(parts).sum(0).repeat(ROWS_AT_ONCE).to(tensor.device)
     for index, got in enumerate(tensor.view(-1).split(len(exact))):
         is_right = (got.double() - exact[: len(got)]).abs() <= within  # false for NaN
+        # Only then a search, which takes longer than the comparison.
         if not is_right.all():
             first = int((~is_right).nonzero()[0])
             return index * len(exact) + first, float(exact[first]), float(got[first])

@@ -101,6 +101,7 @@ def time_parts_interleaved(
         samples = _run_planned(rounds, repeats, gain, rounds_s)
     else:
         samples = rounds.run(repeats)
+    # The next rounds of this point have a set-up of their own.
     set_up.start()
     return samples
 
@@ -160,6 +161,7 @@ def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) 
     The order depends on the names, the number and the seed: neither on the rank nor on the order of
     `names`.
     """
+    # Sorted: a reader's own alternative must not change the order of the others.
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
     return turns
@@ -209,11 +211,13 @@ def plan_rounds(
     columns = [samples for parts in pilot.values() for samples in parts.values()]
     table = np.array(columns)
     numbers = gather_numbers([*seconds, *table.ravel()])
+    # The slowest rank counts, and all ranks must run equally many rounds: one more would hang.
     pilot_s, set_up_s, *slowest = np.max(numbers, axis=0)
     budget_s = max(rounds_s, SET_UP_SHARE * set_up_s)
     in_time = most
     if budget_s < math.inf:
         in_time = max(0, int((budget_s / pilot_s - 1) * PILOT_ROUNDS))
+    # Logarithms: a gain is a ratio. Work that takes no time has none.
     if gain > 0 and min(slowest) > 0:
         needed = _needed_rounds(pilot, np.log(slowest).reshape(table.shape), gain)
         needed = min(max(needed, MIN_ROUNDS), most)
@@ -241,6 +245,7 @@ def _needed_rounds(pilot: Samples, logs: np.ndarray, gain: float) -> int:
         n_compared = max(1, len(rows) - 1)
         level = FALSE_DISCOVERY_RATE / n_compared
         freedom = n_compared * (PILOT_ROUNDS - 1)
+        # The noisiest part decides: the question may be about it.
         needed = max(needed, rounds_to_show(gain, spread, level, freedom))
     return math.ceil(needed)
 

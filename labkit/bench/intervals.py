@@ -80,6 +80,7 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
         )
     factor = autocorrelation_factor(differences)
     values = differences
+    # Averages of all pairs take memory in the square of their number.
     if n > MAX_VALUES:
         values = np.quantile(values, (np.arange(MAX_VALUES) + 0.5) / MAX_VALUES)
     first, second = np.triu_indices(len(values))
@@ -115,9 +116,11 @@ def autocorrelation_factor(values: np.ndarray) -> float:
     """
     centered = values - values.mean()
     power = float(centered @ centered)
+    # Equal values differ by rounding, which is no correlation.
     rounding = len(values) * (4 * np.finfo(float).eps * float(np.abs(values).max())) ** 2
     if len(values) < MIN_FOR_CORRELATION or power <= rounding:
         return 1.0
+    # At most 0.9: near 1 the factor grows without bound.
     correlation = min(0.9, max(0.0, float(centered[1:] @ centered[:-1]) / power))
     return float(np.sqrt((1 + correlation) / (1 - correlation)))
 

@@ -120,6 +120,7 @@ class AllocationLedger(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage, operator: str, line: str) -> None:
+        # Storages, since views share them; by address, since they cannot be hashed.
         key = storage._cdata
         n_bytes = storage.nbytes()
         if key in self._alive or not n_bytes:
@@ -128,6 +129,7 @@ class AllocationLedger(TorchDispatchMode):
         allocation = Allocation(n_bytes, self.moment, operator, line, self._phase, recomputed)
         self.moment += 1
         self.allocations.append(allocation)
+        # Weak, so that the ledger frees nothing later than it would be.
         self._alive[key] = (weakref.ref(storage, lambda _: self._end(key)), allocation)
 
     def _end(self, key: int) -> None:

@@ -54,6 +54,7 @@ def probe() -> dict[str, float]:
             seconds["copy_s"] = median(
                 timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=3)
             )
+    # All ranks, since those without a part in it would begin the point early.
     if has_peer:
         dist.barrier()
     return seconds if rank == 0 else {}
@@ -70,5 +71,6 @@ def _ping_pong(rank: int, numel: int, round_trips: int) -> float:
         if rank == 1:
             dist.send(message, 0)
 
+    # The first messages connect the ranks and warm up their threads.
     timeit.timeit(make_trip, number=5)
     return timeit.timeit(make_trip, number=round_trips) / round_trips

@@ -60,6 +60,7 @@ def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
     if min(first.min(), second.min()) <= 0:
         with np.errstate(divide="ignore", invalid="ignore"):
             return Estimate(float(np.median(first) / np.median(second)))
+    # Of logarithms, so that a to b and b to a give one answer.
     log = estimate_paired(np.log(first) - np.log(second))
     ratio, low, high = np.exp([log.value, log.low, log.high]).tolist()
     return Estimate(ratio, low, high, log.p)
@@ -76,6 +77,7 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
 
     p, ratio = (ratios[name].to_numpy(dtype=float, copy=True) for name in ("p", "ratio"))
     if (has_p := ~np.isnan(p)).any():
+        # Without the others: a comparison that has no p-value is not one more test.
         p[has_p] = false_discovery_control(p[has_p])
     is_significant = p <= FALSE_DISCOVERY_RATE
     least = 1 + MIN_RELEVANT_DIFFERENCE
@@ -190,6 +192,7 @@ def combine_sessions(
     table = table.reset_index()
     group = table.groupby(list(setting), dropna=False, sort=False).ngroup()
     variance, freedom = _session_variance(table, group.to_numpy())
+    # Sessions that agree by chance cannot be surer than their own rounds.
     variance = np.maximum(variance, table["within"]).where(np.isfinite(table["within"]))
     error = np.sqrt(variance / table["sessions"])
     is_alone = np.isnan(freedom)

@@ -134,6 +134,7 @@ def _complete(trace: Trace, categories: Sequence[str]) -> list[Event]:
         for event in trace["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in categories
     ]
+    # The longer one first where two start together: it holds the other.
     return sorted(events, key=lambda event: (event["ts"], -event["dur"]))
 
 
@@ -160,4 +161,5 @@ def _self_times(events: list[Event]) -> list[float]:
         if stack and event["cat"] in HOST:
             own[stack[-1]] -= event["dur"]
         stack.append(i)
+    # Times are rounded to nanoseconds, so what is inside may add up to a little more.
     return [max(0.0, value) for value in own]

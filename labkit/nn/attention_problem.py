@@ -54,6 +54,7 @@ class AttentionProblem:
         causal: bool,
         seed: int = 0,
     ):
+        # Drawn on the CPU, so that a seed gives the same numbers on every device.
         generator = torch.Generator().manual_seed(seed)
         tensors = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
         self.q, self.k, self.v = (x.requires_grad_() for x in tensors[:3])
@@ -85,6 +86,7 @@ class Passes:
 
     def backward(self) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v, after a forward pass."""
+        # Taken out first, so that the graph is freed when this pass ends.
         output = self._output
         self._output = None
         assert output is not None
@@ -113,6 +115,7 @@ class Reference:
         )
         squares = [x[..., 0].clone() for x in self.results]
         for sequence, (q, k, v, grad) in enumerate(zip(*tensors, strict=True)):
+            # In parts: the float64 scores of a long sequence would not fit in memory.
             for rows in torch.arange(len(q), device=q.device).split(ROWS_AT_ONCE):
                 part = [q[rows], k, v, grad[rows]]
                 mask = (
@@ -126,6 +129,7 @@ class Reference:
                     for index, (total, term) in enumerate(zip(totals, terms, strict=True)):
                         # all rows of k and v
                         total[sequence, rows if index < 2 else slice(None)] += term
+        # A row without terms, as of a key that no query sees, must not divide by zero.
         self._sizes = [x.sqrt().clamp_min(torch.finfo(x.dtype).tiny) for x in squares]
         unit = torch.finfo(problem.q.dtype).eps
         error, row_error, _ = self._errors(sdpa)

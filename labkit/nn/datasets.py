@@ -111,6 +111,7 @@ def fetch_cifar100(
     """
     import pooch
 
+    # It would report what `say` does, on stderr.
     pooch.get_logger().setLevel("ERROR")
     if not (directory / CIFAR100_FILE).exists():
         say(f"fetching CIFAR-100, {CIFAR100_BYTES / 1e6:.0f} MB")
@@ -132,6 +133,7 @@ def _read_records(name: str, size: int, most: int, file: Any) -> tuple[Tensor, T
 
     At most `most` images of each class.
     """
+    # The header's size is checked before it is read: a file may claim any.
     if size % RECORD_BYTES or not 1 <= size // RECORD_BYTES <= most:
         raise DatasetError(
             f"{name}: expected 1 to {most:,} records of {RECORD_BYTES} bytes, got {size:,} bytes"

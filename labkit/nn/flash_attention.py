@@ -65,6 +65,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
         if ctx.watch.is_modified:
+            # A caller has changed the output in place, as `y += x` does.
             output, _ = run_kernel("forward", (q, k, v), ctx.causal, ctx.scale)
         grad_output = grad_output.contiguous()
         inputs = (q, k, v, grad_output, logsumexp, delta(output, grad_output))
@@ -87,6 +88,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tupl
     """
     inputs = [x.contiguous() for x in (q, k, v)]
     output, logsumexp = run_kernel("forward", inputs, causal, None)
+    # The kernels work in powers of two, for which GPUs have an instruction.
     return output, logsumexp * math.log(2)
 
 

@@ -83,6 +83,7 @@ def tile_fault(case: Case, tile: Tile) -> str | None:
     limit = max(2 * torch.finfo(case.dtype).eps, 2**-17)
     for result, exact in zip(results, expected[case.kernel], strict=True):
         off = float((result.double() - exact).norm() / exact.norm())
+        # Not `>`: NaN must be off, too.
         if not off <= limit:
             return f"relative error {off:.1e}, expected at most {limit:.1e}"
     return None
@@ -143,6 +144,7 @@ def remembered_fault(case: Case, tile: Tile) -> str | None:
     with suppress(OSError, ValueError, KeyError):
         answer: dict[str, str | None] = json.loads(path.read_text())
         return answer["fault"]
+    # What may differ the next time, such as too little memory, is not remembered.
     fault, is_final = fault_in_child(case, tile)
     if is_final:
         with suppress(OSError):  # a folder that cannot be written: asked again next time

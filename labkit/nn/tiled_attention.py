@@ -69,11 +69,14 @@ def tiled_forward(
     q, k, v, output = map(_flatten, (q, k, v, whole_output))  # (B, Q, D), (B / group, K, D)
     logsumexp = whole_logsumexp.view(q.shape[:2])
     side = tile_side(q)
+    # One buffer for all tiles: new memory for each would leave the cache.
     scores_buffer = torch.empty(len(q) * side * side, dtype=dtype, device=q.device)
 
+    # Autocast would round the tiles, which are summed up in a wider dtype.
     with torch.autocast(q.device.type, enabled=False):
         for rows in _blocks(0, q.shape[1], side):
             q_block = q[:, rows].to(dtype) * scale
+            # -inf and zeros: the first tile takes their place, as every query sees key 0.
             row_max = torch.full_like(q_block[..., :1], -math.inf)
             row_sum = torch.zeros_like(row_max)
             accumulator = torch.zeros_like(q_block)
@@ -139,6 +142,7 @@ def tiled_backward(
             k_block = k_block * scale
             grad_k_block = torch.zeros_like(k_block)
             grad_v_block = torch.zeros_like(v_block)
+            # Earlier queries do not see these keys.
             for rows in _blocks(columns.start if causal else 0, q.shape[1], side):
                 q_block = q[:, rows].to(dtype)
                 grad_block = grad_output[:, rows].to(dtype)

@@ -91,6 +91,7 @@ class Trainer:
         assert self._loss is not None, "forward comes first"
         with record_function(BACKWARD):
             self._loss.backward()
+        # The graph goes before the collectives below, which need memory of their own.
         self._loss = None
         if self._finish is not None:
             with record_function(FINISH), self.waiting():
@@ -100,6 +101,7 @@ class Trainer:
         """Update the parameters, then drop the gradients."""
         with record_function(OPTIMIZER):
             self.optimizer.step()
+            # Within the phase: gradients that stay would count as memory of the next forward pass.
             self.optimizer.zero_grad()
 
     @property
@@ -168,6 +170,7 @@ def random_tokens(
 
     Every target is the input that follows.
     """
+    # One more than the context, so that the last position has a target, too.
     tokens = torch.randint(shape.vocabulary, (batch, context_length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -165,6 +165,7 @@ class RotaryPositions(nn.Module):
     def __init__(self, context_length: int, head_dim: int):
         super().__init__()
         for name in ("cosines", "sines"):
+            # Not persistent: a checkpoint would fix the context length.
             self.register_buffer(name, torch.empty(context_length, head_dim // 2), persistent=False)
         self.reset_parameters()
 

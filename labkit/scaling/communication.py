@@ -34,6 +34,7 @@ class Group:
             runs.bus_gb_s * 1e9,
             runs.network_gbps / 8 * 1e9 * runs["network_efficiency"],
         )
+        # Members inside a node share its network with the node's other groups.
         across = node * local / runs.gpus_per_node
         self.runs, self.size, self.domains = runs, size, np.ceil(size / local)
         self.bytes_per_s = np.where(self.domains > 1, np.minimum(inside, across), inside)

@@ -78,6 +78,7 @@ def sum_exponents(sources: Texts, distance: Numbers, ranges: Ends, widths: Width
     """Return both ends' exponents. Tables without widths of their own have those of `OTHERS`."""
     names, codes = np.unique(sources, return_inverse=True)
     bases = np.array([widths.get(str(name), widths[OTHERS]) for name in names])[codes]
+    # The root: errors grow less than in proportion.
     away = SLOPE * np.sqrt(distance)
     return bases[:, 0] + away + ranges[0], bases[:, 1] + away + ranges[1]
 
@@ -106,6 +107,7 @@ def find_ends(runs: Runs, seconds: Numbers, exponents: Ends) -> Ends:
     fastest = fastest_s(runs)
     low = seconds * np.exp(-exponents[0])
     high = seconds * np.exp(exponents[1])
+    # A time below what published matmuls allow would claim more than anybody has measured.
     return np.maximum(low, fastest), np.maximum(high, fastest)
 
 

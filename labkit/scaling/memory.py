@@ -34,6 +34,7 @@ def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Num
     """
     gated = np.where(fused > 0, 2.0, 4.0) * runs.ffn_gated
     inside = 4 * runs.query_width + 4 * runs.kv_width + (4 + gated) * runs.ffn
+    # Selective recomputation drops the scores, and tiled attention never has them.
     keeps_scores = (unfused > 0) & (runs.recompute == "none")
     scores = np.where(keeps_scores, 5 * runs.heads * runs.seq_len / runs.cp, 0.0)
     around = np.where(fused > 0, 8, 10) * runs.hidden

@@ -179,6 +179,7 @@ def find_model(name: str) -> Model:
     that size.
     """
     words = _letters(name.strip().rpartition("/")[2])
+    # One ending at a time, since names have several: -instruct-hf, -v0.3-chat.
     while words not in _BY_LETTERS and (shorter := _ENDINGS.sub("", words)) not in (words, ""):
         words = shorter
     if words in _BY_LETTERS:

@@ -102,6 +102,7 @@ def rank(request: Request) -> Ranking:
     nearest = int(away.argmin())
     if reason := predictions.refusal_reason(nearest):
         raise ValueError(reason)
+    # Far from measured runs, errors are larger: a layout must then be faster by more.
     preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
     is_candidate = predictions.may_fit & (away <= MAX_DISTANCE)
     order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]
@@ -138,6 +139,7 @@ def _layouts(request: Request) -> Iterator[Layout]:
     inside = _powers(min(request.gpus, request.hardware.gpus_per_node))
     contexts = choices("cp", _powers(request.seq_len // MIN_TOKENS))
     for tp in choices("tp", [degree for degree in inside if model.kv_heads % degree == 0]):
+        # At most a layer per stage.
         stages = [pp for pp in range(1, model.layers + 1) if request.gpus // tp % pp == 0]
         # layers each, or powers of two
         even = [pp for pp in stages if model.layers % pp == 0 or pp & (pp - 1) == 0]

@@ -94,6 +94,7 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
     is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)
     engine = np.where(is_wide, runs["engine_tp_s"] * runs.tp, 0.0)
     launching = runs["launch_s"] * (1 + (gemm - 1) / 3) + engine
+    # A blocking launch waits for the device, so the two times add up.
     busy = np.where(
         runs.has("blocking_launch"), running + launching, np.maximum(running, launching)
     )
@@ -152,6 +153,7 @@ def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> N
     )
     arithmetic = 2 * m * n * k / rate * (1 / faster + filling - 1)
     moved = BF16 * (m * k + k * n + m * n)
+    # Tiles are loaded while others are multiplied, so the longer of the two counts.
     return np.maximum(arithmetic, moved / _memory_bytes_per_s(runs))
 
 
@@ -204,6 +206,7 @@ def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
 def _head_s(runs: Runs) -> Numbers:
     """Output matrix and loss: a matmul with V/t columns, then passes over logits in float32."""
     columns = runs.vocab / runs.tp
+    # The head stays in bf16 where layers are in fp8.
     matmul = _training_matmul_s(runs, columns, runs.hidden, np.ones(len(runs)), fp8=False)
     logits = runs.tokens * columns * runs["loss_traffic"]
     return matmul * runs["slowdown"] + logits / _memory_bytes_per_s(runs)
