@@ -87,9 +87,9 @@ class Lab:
     preload: tuple[str, ...] = ()
     """Modules that every new group of ranks would take long to import: the fork server imports them
     once."""
-    example: Callable[[Mapping[str, Any]], str | None] = lambda config: None
-    """Names the example that a run with this config measured; None if its answers are about the
-    reader's machine. The index recommends nothing by an example, and finds nothing large in it."""
+    example: Callable[[Results], str | None] = lambda results: None
+    """Names the example that was measured; None if the answers are about the reader's machine.
+    The index recommends nothing by an example, and finds nothing large in it."""
     takes_models: bool = False
     """Whether a user may add models to them (`lab.user_models`)."""
     keeps_checkpoints: bool = False

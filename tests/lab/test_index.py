@@ -108,14 +108,12 @@ def test_a_run_of_another_or_a_busy_machine_recommends_and_finds_nothing_here(re
 
 
 def test_an_example_recommends_and_finds_nothing_and_says_what_it_is(tmp_path):
-    example = replace(FAKE, example=lambda config: "an example")
+    example = replace(FAKE, example=lambda results: "an example")
     html = index(tmp_path, BETTER, study=example)
     assert "Use bf16" not in html
     assert 'id="largest"' not in html
     assert re.search(r"<dd>An example: .*2 times faster", html)
-    lab = load_lab("your_training")
-    assert lab.example(recorded("your_training").header.config)
-    assert lab.example({"file": "train.py:setup"}) is None
+    assert load_lab("your_training").example(recorded("your_training").results())
 
 
 def test_a_few_slower_alternatives_are_no_difference_where_none_is_faster(tmp_path):

@@ -1,20 +1,24 @@
 """The lab on one's own training: setups as users write them, changes, and lines."""
 
+import linecache
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from labkit.lab.project import notebook_path
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import SetupError, build, check_first_step, load_setup
 from labkit.studies.your_training.worker import (
+from labkit.studies.your_training.lab import is_example
     TOGETHER,
     YOURS,
     YourTrainingPoint,
@@ -95,6 +99,21 @@ def test_two_optimizers_are_refused() -> None:
     (row,) = rows_of("gan", sweep="step")
     assert row["status"] == "refused"
     assert "one torch optimizer" in row["reason"]
+def test_the_notebooks_example_is_told_from_a_readers_setup() -> None:
+    notebook = nbformat.read(notebook_path("your_training"), as_version=4)
+    cell = next(one.source for one in notebook.cells if one.cell_type == "code")
+
+    def define(source: str) -> Any:
+        linecache.cache["a cell"] = (len(source), None, source.splitlines(keepends=True), "a cell")
+        names: dict[str, Any] = {}
+        exec(compile(source, "a cell", "exec"), names)
+        return names["setup"]
+
+    assert is_example(define(cell))
+    # Not the function itself is changed, but what it calls.
+    assert not is_example(define(cell.replace("sleep(0.02)", "sleep(0.01)")))
+
+
 
 
 def linear(batches: Any = None, loss: Any = None, **more: Any) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ class Entry:
     @property
     def example(self) -> str | None:
         """What the run measured if it is an example; None if it tells about the machine."""
-        return self.lab.example(self.run.header.config) if self.run else None
+        return self.lab.example(self.run.results()) if self.run else None
 
     @property
     def first(self) -> Answered | None:

@@ -27,7 +27,7 @@ RULE = (
 def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
     """Return facts of the provenance card by name."""
     path = relative_to_project(run.path)
-    example = lab.example(run.header.config)
+    example = lab.example(run.results())
     hosts = run.header.ranks_by_host
     resumed = "; ".join(map(_describe_resumption, run.resumptions))
     return {

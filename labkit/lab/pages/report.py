@@ -206,7 +206,7 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
         record = PageRecord(lab=lab.name, run=relative_to_project(file), error=error)
         machine = machine_rows(run.header.machine)
         provenance = provenance_rows(lab, run)
-        example = lab.example(run.header.config)
+        example = lab.example(run.results())
     rest = {name: value for name, value in machine.items() if name not in SUMMARY_FACTS}
     document = nbformat.read(notebook, as_version=4)
     _hide_empty_sections(document.cells)

@@ -1,7 +1,9 @@
 """Your own training: what its step costs, where its time goes, and what each change would gain."""
 
+import hashlib
+import linecache
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -26,6 +28,8 @@ from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
 ChangeName = Annotated[str, one_of(lambda: CHANGES)]
+EXAMPLE_DIGEST = "712d284ab8bbfb6b1ba63c39896bf86b83245f3acf84f36dfc0b73638898565b"
+"""SHA-256 of the notebook's first cell, which readers overwrite."""
 
 
 class YourTrainingConfig(TimedConfig):
@@ -70,11 +74,10 @@ def _expect_file(config: YourTrainingConfig, say: Say) -> None:
         raise ParameterError("expected a setup: --set file=train.py:setup, or the notebook's cell")
 
 
-def _example(config: Mapping[str, Any]) -> str | None:
-    """Name the notebook's setup; None if a file has it. A report runs the notebook as committed."""
-    if config.get("file"):
-        return None
-    return "the notebook's setup, an example unless you overwrote it"
+def _example(results: Results) -> str | None:
+    """Name the notebook's example; None for a setup of the reader's."""
+    is_example = (found(results)["is_example"] == True).any()  # noqa: E712 it may be missing
+    return "the example in the notebook's first cell" if is_example else None
 
 
 PART = Metric("seconds", "part", (), where={"kind": "part"})
@@ -85,7 +88,7 @@ MAX_HOLDERS = 8
 
 FOUND = (
     *("model", "n_parameters", "dtype", "device", "batch_shape", "optimizer", "has_own_optimizer"),
-    *("batches", "loader_workers", "without_gradient", "flops"),
+    *("batches", "loader_workers", "without_gradient", "flops", "is_example"),
 )
 
 
@@ -250,7 +253,14 @@ LAB = Lab(
 )
 
 
+def is_example(setup: Callable[..., Any]) -> bool:
+    """Whether a setup stands in the notebook's first cell as labkit has it."""
+    # By the whole cell: a reader may keep `setup` and replace the model above it.
+    cell = "".join(linecache.getlines(setup.__code__.co_filename)).strip()
+    return hashlib.sha256(cell.encode()).hexdigest() == EXAMPLE_DIGEST
+
+
 def lab_on(setup: Callable[..., Any]) -> Lab:
     """Return this lab on a setup of a notebook, which is sent to the rank."""
-    worker = partial(measure, setup=setup)
+    worker = partial(measure, setup=setup, is_example=is_example(setup))
     return replace(LAB, worker=worker, prepare=lambda config, say: None)

@@ -73,16 +73,19 @@ class YourTrainingPoint(TimedPoint):
         return super().planned_s + COMPILE_S * ("torch.compile" in self.changes)
 
 
-def measure(point: YourTrainingPoint, setup: Setup | None = None) -> Iterator[dict[str, Any]]:
+def measure(
+    point: YourTrainingPoint, setup: Setup | None = None, *, is_example: bool = False
+) -> Iterator[dict[str, Any]]:
     """Yield rows of the sweep that the point belongs to; a setup that is wrong is one row.
 
-    `setup` is a notebook's function, measured if the point names no file.
+    `setup` is a notebook's function, measured if the point names no file; `is_example` is recorded
+    with it.
     """
     try:
         function = load_setup(point.file) if point.file else setup
         if function is None:
             raise SetupError("expected a setup, such as --set file=train.py:setup")
-        bench = Bench(point, function)
+        bench = Bench(point, function, is_example=is_example and not point.file)
         sweeps: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
             "step": bench.measure_step,
             "changes": bench.measure_changes,
@@ -101,6 +104,7 @@ class Bench:
     point: YourTrainingPoint
     setup: Setup
 
+    is_example: bool
     def build(self, **arguments: Any) -> Training:
         """A fresh training: the same parameters each time."""
         return build(self.setup, self.point.seed, **dict(self.point.arguments) | arguments)
@@ -111,7 +115,8 @@ class Bench:
         batch, without_gradient = check_first_step(training)
         loop = Loop(training)
         found = describe_training(training, batch, without_gradient)
-        yield {"kind": "found", **found, "flops": count_flops(loop, batch)}
+        found |= {"flops": count_flops(loop, batch), "is_example": self.is_example}
+        yield {"kind": "found", **found}
         warmup = self.point.warmup + loop.prefetched
         options = self.point.rounds | {"warmup": warmup}
         device = training.device
