@@ -51,8 +51,11 @@ class Summary:
             effect = ""
             if not row["is_exact"]:
                 effect = f"changes results: gradients by {100 * row['gradient_error']:.2g}%"
+            if row["less_memory_percent"] > 0:
+                effect = f"{row['less_memory_percent']:.0f}% less memory at the peak"
             rows.append((f"  {row['change']}", describe_gain(row, is_busy=run.is_busy), effect))
         print_table(rows, console=self._console)
+        _print_attention(self._console, run)
         _print_arguments(self._console, run)
         _print_ranks(self._console, run)
         failures = [*CHANGE.failures(run.frame()), *ARGUMENT.failures(run.frame())]
@@ -117,6 +120,17 @@ def _print_step(console: Any, run: "Run") -> None:
         peak = format_bytes(largest["peak_bytes"])
         held = f"{largest['holder']}, {largest['of_peak_percent']:.0f}%"
         console.print(f"memory   peak {peak}; most: {held}")
+
+
+def _print_attention(console: Any, run: "Run") -> None:
+    """Print what SDPA would save of each attention by hand."""
+    from labkit.studies.your_training.gains import describe_gain, sdpa_gains
+
+    rows = []
+    for row in sdpa_gains(run.results()).to_dict("records"):
+        gain = describe_gain(row, is_busy=run.is_busy)
+        rows.append((f"  SDPA at {row['line']}", gain, f"of the attention {row['shape']}"))
+    print_table(rows, console=console)
 
 
 def _print_arguments(console: Any, run: "Run") -> None:

@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from labkit.lab.project import notebook_path
+from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES
+from labkit.studies.your_training.lab import is_example
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import SetupError, build, check_first_step, load_setup
 from labkit.studies.your_training.worker import (
-from labkit.studies.your_training.lab import is_example
     TOGETHER,
     YOURS,
     YourTrainingPoint,
@@ -66,7 +67,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in RIGHT if name n
 @pytest.mark.parametrize("name", [*FEW, *OTHERS])
 def test_every_change_is_right_or_refused(name: str) -> None:
     names = tuple(one for one in CHANGES if one != "torch.compile")
-    rows = rows_of(name, sweep="changes", changes=names)
+    rows = [row for row in rows_of(name, sweep="changes", changes=names) if "change" in row]
     assert {row["change"] for row in rows} - {TOGETHER, YOURS} == set(names)
     assert {row["status"] for row in rows} <= {"ok", "refused"}
     timed = [row["change"] for row in rows if "seconds" in row]
@@ -95,10 +96,6 @@ def test_a_notebooks_function_is_measured_and_without_one_it_says_what_is_missin
     assert row["status"] == "refused"
 
 
-def test_two_optimizers_are_refused() -> None:
-    (row,) = rows_of("gan", sweep="step")
-    assert row["status"] == "refused"
-    assert "one torch optimizer" in row["reason"]
 def test_the_notebooks_example_is_told_from_a_readers_setup() -> None:
     notebook = nbformat.read(notebook_path("your_training"), as_version=4)
     cell = next(one.source for one in notebook.cells if one.cell_type == "code")
@@ -114,6 +111,10 @@ def test_the_notebooks_example_is_told_from_a_readers_setup() -> None:
     assert not is_example(define(cell.replace("sleep(0.02)", "sleep(0.01)")))
 
 
+def test_two_optimizers_are_refused() -> None:
+    (row,) = rows_of("gan", sweep="step")
+    assert row["status"] == "refused"
+    assert "one torch optimizer" in row["reason"]
 
 
 def linear(batches: Any = None, loss: Any = None, **more: Any) -> tuple[Any, ...]:
@@ -179,6 +180,83 @@ def test_a_generator_that_ran_out_is_named() -> None:
     next(batches)
     with pytest.raises(SetupError, match="return a list or a DataLoader"):
         next(batches)
+
+
+def attention_in(function: Any) -> list[AttentionShape]:
+    loop = Loop(build(function))
+    with loop.turn():
+        return [*find_attention(loop)]
+
+
+def test_attention_by_hand_is_found_and_timed_against_sdpa() -> None:
+    (found,) = attention_in(load_setup(f"{FOLDER / 'gpt'}.py"))
+    assert (found.leading, found.queries, found.keys, found.head_dim) == ((2, 4), 16, 16, 8)
+    assert found.mask == "causal"
+    assert found.line.startswith("gpt.py:")
+    rows = [row for row in rows_of("gpt", sweep="changes") if row.get("kind") == "attention"]
+    assert [(row["attention"], row["status"]) for row in rows] == [
+        ("by hand", "ok"),
+        ("SDPA", "ok"),
+    ]
+    assert len(rows[0]["seconds"]) == len(rows[1]["seconds"])
+
+
+def attend(x: torch.Tensor, *, scale: float, mask: torch.Tensor | None = None) -> torch.Tensor:
+    scores = x @ x.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(mask, -1e9)
+    return scores.softmax(-1) @ x
+
+
+def sdpa(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+
+PADDING = torch.arange(32) > 20
+ATTENTION: dict[str, tuple[Any, list[str]]] = {
+    "unmasked": (lambda x: attend(x, scale=0.2), ["none"]),
+    "padding": (lambda x: attend(x, scale=0.2, mask=PADDING), ["other"]),
+    "dropout": (lambda x: nn.functional.dropout((x @ x.mT).softmax(-1)) @ x, ["none"]),
+    "sdpa": (sdpa, []),
+    "a softmax over other dimensions": (lambda x: (x @ x.mT).softmax(-2) @ x, []),
+    "a softmax of no product": (lambda x: x.softmax(-1) @ x.mT, []),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_only_attention_is_taken_for_it(name: str) -> None:
+    function, masks = ATTENTION[name]
+    batches = [torch.randn(4, 32, 16)]
+    loss = lambda model, x: function(model(x)).square().mean()  # noqa: E731
+    found = attention_in(lambda: (nn.Linear(16, 16), batches, loss))
+    assert [one.mask for one in found] == masks
+
+
+def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "labkit.studies.your_training.attention"
+    monkeypatch.setattr(f"{module}.scaled_dot_product_attention", lambda q, k, v, **_: q + k + v)
+    rows = [row for row in rows_of("gpt", sweep="changes") if row.get("kind") == "attention"]
+    assert [row["status"] for row in rows] == ["ok", "wrong"]
+    assert "seconds" not in rows[1]
+
+
+def deep() -> Any:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    model = nn.Sequential(*[block() for _ in range(8)])
+    return model, [torch.randn(256, 16)], lambda model, x: model(x).square().mean()
+
+
+def test_checkpointing_is_tried_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = YourTrainingPoint(sweep="changes", warmup=0, repeats=2, changes=("checkpointing",))
+    (refused,) = measure(point, deep)
+    assert refused["status"] == "refused"
+    module = "labkit.studies.your_training.changes"
+    monkeypatch.setattr(f"{module}.available_bytes", lambda device: 1e6)
+    _, row = measure(point, deep)
+    assert row["status"] == "ok"
+    assert row["peak_ratio"] < 0.7
 
 
 def test_a_change_of_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +345,7 @@ def test_values_of_an_argument_are_timed_per_sample() -> None:
 def test_the_batches_that_fit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def largest(available: float) -> float:
         package = "labkit.studies.your_training"
-        monkeypatch.setattr(f"{package}.arguments.available_memory_bytes", lambda: available)
+        monkeypatch.setattr(f"{package}.arguments.available_bytes", lambda device: available)
         monkeypatch.setattr(f"{package}.worker.measure_values", lambda *_: iter([]))
         (row,) = rows_of("gpt", sweep="argument", swept="batch")
         assert row["kind"] == "fits"

@@ -5,16 +5,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from labkit.bench.check import OK
 from labkit.bench.clock import time_interleaved
-from labkit.machine.cgroups import available_memory_bytes
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.studies.shared.held import FIT_SHARE
 from labkit.studies.your_training.loop import Loop, taking_turns
-from labkit.studies.your_training.memory import memory_rows
+from labkit.studies.your_training.memory import available_bytes, count_peak
 from labkit.studies.your_training.setup import SetupError, Training, check_first_step
 from labkit.torch_private import tree_leaves
 
@@ -84,31 +82,21 @@ def find_batches(make: Make, default: int) -> tuple[dict[str, Any], list[int]]:
     the optimizer's. The last difference is what a sample takes; the rest does not grow.
     """
     size = default
-    peak = _count_peak(make(batch=size))
-    doubled = _count_peak(make(batch=2 * size))
+    peak = count_peak(Loop(make(batch=size)))
+    doubled = count_peak(Loop(make(batch=2 * size)))
     while doubled < MIN_GROWTH * peak and size < MAX_FACTOR * default:
         size *= 2
         peak = doubled
-        doubled = _count_peak(make(batch=2 * size))
+        doubled = count_peak(Loop(make(batch=2 * size)))
     sample_bytes = max(1.0, (doubled - peak) / size)
     fixed_bytes = peak - size * sample_bytes
-    training = make(batch=default)
-    available = float(available_memory_bytes())
-    if training.device.type == "cuda":
-        available = torch.cuda.mem_get_info(training.device)[0]
+    available = available_bytes(make(batch=default).device)
     largest = math.floor((FIT_SHARE * available - fixed_bytes) / sample_bytes)
     row = {
         "kind": "fits",
         "largest_batch": largest,
         "sample_bytes": sample_bytes,
-        "available_bytes": available,
+        "available_bytes": float(available),
     }
     sizes = sorted({max(1, round(factor * default)) for factor in FACTORS})
     return row, [size for size in sizes if size <= max(largest, default)]
-
-
-def _count_peak(training: Training) -> int:
-    loop = Loop(training)
-    with loop.turn():
-        rows = list(memory_rows(loop))
-    return int(rows[0]["peak_bytes"])

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.studies.your_training.loop import Loop
+from labkit.studies.your_training.memory import available_bytes, count_peak
 from labkit.studies.your_training.setup import Training
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+MIN_MEMORY_SHARE = 0.5
+"""Share of the available memory from which up a step is short of it."""
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
@@ -39,6 +43,8 @@ class Change:
     """What it is, in a sentence: "a fused optimizer"."""
     precision: str = "float32"
     """Arithmetic of its passes, whose rounding bounds the differences of gradients."""
+    saves_memory: bool = False
+    """Whether it is there for memory, and may cost time."""
 
 
 def _workers() -> int:
@@ -201,6 +207,33 @@ def _use_channels_last(loop: Loop) -> None:
     loop.training.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
+def _checkpointing_refusal(training: Training) -> str | None:
+    if len(repeated_blocks(training.model)) < 2:
+        return "the model has no repeated blocks"
+    share = count_peak(Loop(training)) / available_bytes(training.device)
+    if share < MIN_MEMORY_SHARE:
+        return f"memory is not short: a step takes {100 * share:.0f}% of it"
+    return None
+
+
+def _checkpoint(loop: Loop) -> None:
+    for block in repeated_blocks(loop.training.model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the most modules of one class, made of others, that stand in one list of a model."""
+    found: list[nn.Module] = []
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            # A single layer keeps its input in any case: nothing is saved.
+            blocks = [one for one in parent if len([*one.children()])]
+            for kind in {type(one) for one in blocks}:
+                same = [one for one in blocks if type(one) is kind]
+                found = max(found, same, key=len)
+    return found
+
+
 CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
         _use_workers,
@@ -240,6 +273,14 @@ CHANGES: Mapping[str, Change] = {
         "    loss = loss_function(model, batch)",
         "autocast, which changes results,",
         precision="bfloat16",
+    ),
+    "checkpointing": Change(
+        _checkpoint,
+        _checkpointing_refusal,
+        "for block in blocks:  # the model's repeated ones\n"
+        "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
+        "checkpointing of the repeated blocks",
+        saves_memory=True,
     ),
 }
 """Changes by name, in the order in which they are tried."""

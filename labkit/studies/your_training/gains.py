@@ -9,11 +9,16 @@ import pandas as pd
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Metric, Results
 from labkit.studies.shared.tables import join
+from labkit.studies.your_training.attention import BY_HAND
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.worker import TOGETHER, YOURS
 
 CHANGE = Metric("seconds", "change", (), where={"sweep": "changes"})
 ARGUMENT = Metric("seconds", "argument", (), where={"kind": "argument"})
+ATTENTION = Metric("seconds", "attention", ("line", "shape"), where={"kind": "attention"})
+LESS = ("less_percent", "less_low_percent", "less_high_percent")
+"""Time that is saved, and its interval."""
+SDPA_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)"
 
 
 def gains(results: Results) -> pd.DataFrame:
@@ -21,10 +26,14 @@ def gains(results: Results) -> pd.DataFrame:
 
     `less_percent`, with its interval: time that it saves. `pays_after_steps`: after which a
     compiled model has earned its compilation. `gradient_error` and `loss_change` are relative to
-    yours; an `is_exact` change differs by rounding alone.
+    yours; an `is_exact` change differs by rounding alone. `less_memory_percent`: at the peak of a
+    step, of changes that are there for it.
     """
     about = results.rows(
-        ["change", "session", "error", "loss_change", "first_s", "is_exact", "made_of"],
+        [
+            *("change", "session", "error", "loss_change", "first_s", "is_exact", "made_of"),
+            "peak_ratio",
+        ],
         sweep="changes",
         status="ok",
     )
@@ -42,17 +51,26 @@ def gains(results: Results) -> pd.DataFrame:
     pays_after = np.ceil(table["first_s"].astype(float) / saved_s)
     is_faster = table["verdict"] == "faster"
     columns = {
-        "less_percent": 100 * (1 - ratios["ratio"]),
-        "less_low_percent": 100 * (1 - ratios["high"]),
-        "less_high_percent": 100 * (1 - ratios["low"]),
+        **dict(zip(LESS, (100 * (1 - ratios)).to_numpy().T, strict=True)),
         "verdict": table["verdict"],
         "saved_s": saved_s,
         "pays_after_steps": pays_after.where(is_compiled & is_faster),
         "gradient_error": table["error"],
         "loss_change": table["loss_change"],
+        "less_memory_percent": 100 * (1 - table["peak_ratio"].astype(float)),
         "is_exact": table["is_exact"],
     }
     table = table[["change"]].assign(**columns)
+    return table.sort_values("less_percent", ascending=False, ignore_index=True)
+
+
+def sdpa_gains(results: Results) -> pd.DataFrame:
+    """What SDPA saves of each attention by hand, the largest first, in percent of its time."""
+    table = ATTENTION.ratios_to(BY_HAND, results.frame)
+    table = table.reindex(columns=["line", "shape", "ratio", "low", "high", "verdict"])
+    ratios = table[["ratio", "high", "low"]].astype(float)
+    table[list(LESS)] = 100 * (1 - ratios.to_numpy())
+    table["pays_after_steps"] = math.nan
     return table.sort_values("less_percent", ascending=False, ignore_index=True)
 
 
@@ -76,6 +94,9 @@ def code(results: Results) -> str:
         if not row["is_exact"]:
             about += f"; changes results: gradients by {row['gradient_error']:.1e}"
         blocks.append(f"{about}\n{CHANGES[row['change']].code}\n")
+    for row in sdpa_gains(results).query("verdict == 'faster'").to_dict("records"):
+        about = f"# {row['line']}, attention {row['shape']}: {describe_gain(row)}"
+        blocks.append(f"{about}\n{SDPA_CODE}\n")
     return "\n".join(blocks) or "# nothing that was tried makes this training faster\n"
 
 

@@ -20,16 +20,17 @@ from labkit.parallel.data_parallel import TORCH
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.shared import sharding_strategies
 from labkit.studies.shared.tables import WRAPPER_NAMES, in_order
+from labkit.studies.your_training.attention import BY_HAND, SDPA
 from labkit.studies.your_training.changes import CHANGES
-from labkit.studies.your_training.gains import CHANGE
+from labkit.studies.your_training.gains import ATTENTION, CHANGE
 from labkit.studies.your_training.loop import BACKWARD, PARTS
 from labkit.studies.your_training.rank_tables import STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
-ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 EXAMPLE_DIGEST = "712d284ab8bbfb6b1ba63c39896bf86b83245f3acf84f36dfc0b73638898565b"
 """SHA-256 of the notebook's first cell, which readers overwrite."""
+ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 
 
 class YourTrainingConfig(TimedConfig):
@@ -170,9 +171,10 @@ LAB = Lab(
     points=points,
     prepare=_expect_file,
     example=_example,
-    alternatives=("change", "strategy"),
+    alternatives=("change", "strategy", "attention"),
     names={
         YOURS: "your training",
+        BY_HAND: "attention by hand",
         **WRAPPER_NAMES,
         **sharding_strategies.NAMES,
         **{name: change.title for name, change in CHANGES.items()},
@@ -211,6 +213,15 @@ LAB = Lab(
             baseline=YOURS,
             among=[TOGETHER],
             without_rows="No two changes that were tried pay, so there is nothing to combine.",
+        ),
+        Compare(
+            id="attention",
+            text="Would torch's SDPA be faster than the attention by hand?",
+            metric=ATTENTION,
+            baseline=BY_HAND,
+            among=[SDPA],
+            without_rows="The forward pass has no attention by hand.",
+            figure=Bars(x="shape", y="ratio"),
         ),
         Report(
             id="memory",

@@ -48,7 +48,7 @@ class StackSamples:
     """By the line of the loss or data set through which labkit's loop came to it."""
 
 
-def _user_lines(frame: FrameType | None) -> list[str]:
+def user_lines(frame: FrameType | None) -> list[str]:
     """List the reader's lines on a stack, the innermost first."""
     lines = []
     while frame is not None:
@@ -68,7 +68,7 @@ def sampled_stacks() -> Iterator[StackSamples]:
     def watch() -> None:
         last = time.perf_counter()
         while not is_over.wait(INTERVAL_S):
-            lines = _user_lines(sys._current_frames().get(watched))
+            lines = user_lines(sys._current_frames().get(watched))
             now = time.perf_counter()
             samples.innermost[lines[0]] += now - last
             samples.outermost[lines[-1]] += now - last
@@ -121,7 +121,7 @@ class OperatorClock(TorchDispatchMode):
         if node is not None:
             self.backward_s[self._lines.get(node._sequence_nr(), "")] += seconds
             return result
-        lines = _user_lines(sys._getframe(1))
+        lines = user_lines(sys._getframe(1))
         self.calls[lines[0]] += 1
         # A node is numbered just before its operator runs.
         newest = _autograd._get_sequence_nr()

@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.lab.user_models import user_file
+from labkit.machine.cgroups import available_memory_bytes
 from labkit.studies.your_training.loop import Loop
 from labkit.torch_private import tree_leaves
 
@@ -40,6 +42,19 @@ def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
     for holder, n_bytes in held.most_common():
         if n_bytes:
             yield {"holder": holder, "held_bytes": n_bytes, "peak_bytes": held.total()}
+
+
+def count_peak(loop: Loop) -> int:
+    """Bytes at the peak of a step, counted."""
+    with loop.turn():
+        return int(next(memory_rows(loop))["peak_bytes"])
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that a training on this device may take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory_bytes()
 
 
 def count_bytes(values: list[Any]) -> int:

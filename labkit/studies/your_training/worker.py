@@ -17,11 +17,12 @@ from labkit.bench.intervals import estimate_paired
 from labkit.lab.point import TimedPoint
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.studies.your_training.arguments import default_batch, find_batches, measure_values
+from labkit.studies.your_training.attention import attention_rows
 from labkit.studies.your_training.changes import CHANGES, apply_all
 from labkit.studies.your_training.check import compare_results
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import PARTS, Loop, taking_turns
-from labkit.studies.your_training.memory import memory_rows
+from labkit.studies.your_training.memory import count_peak, memory_rows
 from labkit.studies.your_training.ranks import measure_ranks
 from labkit.studies.your_training.setup import (
     SetupError,
@@ -65,8 +66,8 @@ class YourTrainingPoint(TimedPoint):
 
     @property
     def contests(self) -> int:
-        """Number of sets of rounds: the step's, or one per change and one for all that pay."""
-        return len(self.changes) + 1
+        """Number of sets of rounds: one, or one per change, for all that pay and for SDPA."""
+        return len(self.changes) + 2 if self.changes else 1
 
     @property
     def planned_s(self) -> float:
@@ -103,8 +104,8 @@ class Bench:
 
     point: YourTrainingPoint
     setup: Setup
-
     is_example: bool
+
     def build(self, **arguments: Any) -> Training:
         """A fresh training: the same parameters each time."""
         return build(self.setup, self.point.seed, **dict(self.point.arguments) | arguments)
@@ -138,8 +139,11 @@ class Bench:
         """Yield seconds of a step under each change and of yours, interleaved.
 
         The changes that pay are measured together in the end. Each comparison is a session: its
-        ratios are to yours of the same minute.
+        ratios are to yours of the same minute. Before all, attention by hand is compared with SDPA.
         """
+        loop = Loop(self.build())
+        with loop.turn():
+            yield from attention_rows(loop, self.point.rounds)
         gains = []
         for session, name in enumerate(self.point.changes, 1):
             if reason := CHANGES[name].refusal(self.build()):
@@ -180,6 +184,9 @@ class Bench:
             reason = f"{type(error).__name__}: {text}"
             yield {"change": label, "status": status, "reason": reason}
             return
+        if any(CHANGES[name].saves_memory for name in names):
+            # The peak of a step, counted, relative to yours.
+            checked["peak_ratio"] = count_peak(changed) / count_peak(yours)
         yield {"change": YOURS, **OK, "seconds": seconds[YOURS]}
         # A wrong change has no time: nobody should want it.
         timed = {"seconds": seconds[label]} if checked["status"] == "ok" else {}

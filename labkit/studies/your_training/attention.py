@@ -1,0 +1,190 @@
+"""Attention by hand in a reader's forward pass, and what torch's SDPA would save at its shapes.
+
+It is found in the operators: a batched matmul, a softmax of its result, and a batched matmul with
+that. No code of the reader's can be replaced, so both are timed alone, at the shapes found.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from labkit.bench.check import OK, describe_error, largest_difference, status_columns
+from labkit.bench.clock import time_interleaved
+from labkit.studies.shared.checks import TOLERANCES
+from labkit.studies.your_training.lines import user_lines
+from labkit.studies.your_training.loop import Loop
+from labkit.torch_private import TorchDispatchMode
+
+BY_HAND = "by hand"
+SDPA = "SDPA"
+MIN_TOKENS = 16
+"""Fewest keys of attention: a softmax over fewer may choose among experts."""
+HIDDEN = -1e4
+"""Scores below it are masked: some models add a large negative number, not minus infinity."""
+MAX_SHAPES = 2
+"""Shapes that are timed, those with the most scores."""
+aten = torch.ops.aten
+PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention of a forward pass: where, how large, and which scores it hides."""
+
+    line: str
+    """The reader's line of the softmax."""
+    leading: tuple[int, ...]
+    """Batch and heads."""
+    queries: int
+    keys: int
+    head_dim: int
+    mask: str
+    """ "none", "causal", or "other"."""
+    dtype: torch.dtype
+
+    @property
+    def n_scores(self) -> int:
+        """Elements of the scores: time and memory by hand grow with them."""
+        return torch.Size((*self.leading, self.queries, self.keys)).numel()
+
+    def __str__(self) -> str:
+        sizes = " x ".join(map(str, (*self.leading, self.queries, self.keys)))
+        return f"{sizes}, head dimension {self.head_dim}"
+
+
+@dataclass
+class _Scores:
+    """What an operator's result was made of: a batched matmul, then perhaps a softmax."""
+
+    head_dim: int
+    shape: AttentionShape | None = None
+
+
+class AttentionFinder(TorchDispatchMode):
+    """Counts the attention by hand among the operators of a forward pass, by its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[AttentionShape] = Counter()
+        self._scores: dict[int, _Scores] = {}
+        """By address. Every operator renews that of its result, so none is of a freed tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        output = result[0] if isinstance(result, tuple) and result else result
+        if not isinstance(output, Tensor):
+            return result
+        inputs = [one for one in args if isinstance(one, Tensor)]
+        made_of = None
+        for one in inputs:
+            # A mask or a scale leaves the number of scores as it is.
+            if one.numel() == output.numel():
+                made_of = made_of or self._scores.get(_address(one))
+        if func in PRODUCTS:
+            weights = self._scores.get(_address(inputs[-2]))
+            if weights is not None and weights.shape is not None:
+                self.calls[weights.shape] += 1
+            made_of = _Scores(head_dim=inputs[-2].shape[-1])
+        elif func is aten._softmax.default and made_of is not None:
+            made_of = _Scores(made_of.head_dim, _describe(inputs[0], args[1], made_of.head_dim))
+        self._scores.pop(_address(output), None)
+        if made_of is not None:
+            self._scores[_address(output)] = made_of
+        return result
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _describe(scores: Tensor, dim: int, head_dim: int) -> AttentionShape | None:
+    """Describe the attention of which these are the scores; None if it is no attention."""
+    if scores.dim() < 3 or dim % scores.dim() != scores.dim() - 1 or scores.shape[-1] < MIN_TOKENS:
+        return None
+    *leading, queries, keys = scores.shape
+    hidden = scores.reshape(-1, queries, keys)[0] < HIDDEN
+    mask = "other"
+    if not hidden.any():
+        mask = "none"
+    elif torch.equal(hidden, torch.ones_like(hidden).triu(1)):
+        mask = "causal"
+    return AttentionShape(
+        line=user_lines(sys._getframe(2))[0],
+        leading=tuple(leading),
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        mask=mask,
+        dtype=scores.dtype,
+    )
+
+
+def find_attention(loop: Loop) -> Counter[AttentionShape]:
+    """Run a forward pass of a loop in its turn; return the attention by hand, and its calls."""
+    loop.take_batch()
+    with AttentionFinder() as finder:
+        loop.forward()
+    loop.backward()
+    loop.training.optimizer.zero_grad()
+    return finder.calls
+
+
+def attention_rows(loop: Loop, rounds: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield seconds of forward and backward pass, by hand and by SDPA, for the largest shapes.
+
+    `calls`: per step. SDPA is timed only if its gradients are those by hand.
+    """
+    calls = find_attention(loop)
+    device = loop.training.device
+    for shape in sorted(calls, key=lambda one: one.n_scores, reverse=True)[:MAX_SHAPES]:
+        about: dict[str, Any] = {"kind": "attention", "line": shape.line, "shape": str(shape)}
+        about["calls"] = calls[shape]
+        passes = _passes(shape, device)
+        gradients = {name: dict(zip("qkv", run(), strict=True)) for name, run in passes.items()}
+        error = largest_difference(gradients[SDPA], gradients[BY_HAND])
+        tolerance = TOLERANCES[str(shape.dtype).removeprefix("torch.")]
+        status = {BY_HAND: OK, SDPA: status_columns(describe_error(error, tolerance))}
+        right = {name: run for name, run in passes.items() if status[name] == OK}
+        seconds = time_interleaved(right, device=device, **rounds)
+        for name in passes:
+            timed = {"seconds": seconds[name]} if name in seconds else {}
+            yield about | {"attention": name, **status[name], **timed}
+
+
+def _passes(shape: AttentionShape, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Return functions that run a forward and a backward pass and return the gradients."""
+    # Four dimensions, as fused kernels expect. All of them take batch and heads alike.
+    heads = math.prod(shape.leading)
+    queries = torch.Size((1, heads, shape.queries, shape.head_dim))
+    keys = torch.Size((1, heads, shape.keys, shape.head_dim))
+    options: dict[str, Any] = {"dtype": shape.dtype, "device": device}
+    inputs = [torch.randn(size, **options, requires_grad=True) for size in (queries, keys, keys)]
+    outer = torch.randn(queries, **options)
+    is_causal = shape.mask == "causal"
+    hidden = None
+    if shape.mask != "none":  # another mask takes as long as this one
+        hidden = torch.ones(shape.queries, shape.keys, dtype=torch.bool, device=device).triu(1)
+
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / shape.head_dim**0.5
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        return scores.softmax(-1) @ v
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if is_causal or hidden is None:
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+
+    def gradients(attend: Callable[..., Tensor]) -> Any:
+        return torch.autograd.grad(attend(*inputs), inputs, outer)
+
+    return {BY_HAND: partial(gradients, by_hand), SDPA: partial(gradients, sdpa)}
