@@ -20,7 +20,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from labkit.bench.changes import compare_levels
-from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, NO_DIFFERENCE_SHOWN
 from labkit.check.facts import differences
 from labkit.check.sessions import MIN_SESSIONS, SessionTimes
 from labkit.lab.runs.store import Run
@@ -42,7 +42,7 @@ MOVED_FACTOR = 1.4
 core."""
 
 NOT_COMPARABLE = "not comparable"
-Verdict = Literal["slower", "faster", "no change shown", "not comparable"]
+Verdict = Literal["slower", "faster", "no difference shown", "not comparable"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,9 @@ def judge_levels(
         "high": change + table["reach"],
         "smallest_change": least,
     }
-    verdict = np.select([change > least, change < -least], ["slower", "faster"], "no change shown")
+    verdict = np.select(
+        [change > least, change < -least], ["slower", "faster"], NO_DIFFERENCE_SHOWN
+    )
     return np.exp(pd.DataFrame(logs)).assign(verdict=verdict)
 
 

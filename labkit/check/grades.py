@@ -11,6 +11,7 @@ from typing import Any
 import nbformat
 import pandas as pd
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check.class_folder import HandIn
 from labkit.check.hand_in import CLOCK_TOLERANCE
 from labkit.check.student import student_notebook
@@ -18,7 +19,7 @@ from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.project import notebook_path
-from labkit.lab.ratios import NO_DIFFERENCE, compare_ratios, ratio_tables
+from labkit.lab.ratios import compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted
 from labkit.lab.user_checks import Correctness, verdicts
@@ -216,7 +217,7 @@ def _flag_outliers(lab: Lab, students: Sequence[Student]) -> None:
     shared = [table[~_mentions(table, names)] for table in tables]
     for index, student in enumerate(known):
         changes = compare_ratios([*shared[:index], *shared[index + 1 :]], [shared[index]])
-        odd = changes[changes["difference"] != NO_DIFFERENCE]
+        odd = changes[changes["difference"] != NO_DIFFERENCE_SHOWN]
         if len(odd):
             text = f"{len(odd)} of {len(changes)} ratios unlike the others'"
             student.flag(Severity.PARAMETERS, f"{lab.name}: {text}")

@@ -14,13 +14,14 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer, Verdict
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
 from labkit.lab.project import write_file
-from labkit.lab.ratios import NO_DIFFERENCE, PLACES, USUAL_VARIATION, compare_ratios, ratio_tables
+from labkit.lab.ratios import PLACES, USUAL_VARIATION, compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 
 REPEATING = {"seed", "warmup", "repeats", "gain", "rounds_s", "sessions", "timeout_s", "budget_s"}
@@ -218,7 +219,7 @@ def _lab_section(pairs: Sequence[Pair]) -> dict[str, Any]:
         ),
         "pairs": pairs,
         "n_ratios": len(ratios),
-        "n_different": int((ratios["difference"] != NO_DIFFERENCE).sum()),
+        "n_different": int((ratios["difference"] != NO_DIFFERENCE_SHOWN).sum()),
         "ratios": cards.table(ratios, f"{len(ratios)} ratios side by side").on_page,
         "csv": base64.b64encode(ratios.to_csv(index=False).encode()).decode(),
     }

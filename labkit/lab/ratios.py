@@ -9,6 +9,7 @@ from scipy.special import ndtri
 
 from labkit.bench.changes import compare_levels
 from labkit.bench.intervals import CONFIDENCE
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
@@ -22,7 +23,6 @@ DRIFT = 0.018
 5%."""
 USUAL_VARIATION = 1.05
 """Smallest factor between two ratios that counts."""
-NO_DIFFERENCE = "none measurable"
 
 
 def ratio_tables(lab: Lab, runs: Sequence[Mapping[str, Answer]]) -> list[pd.DataFrame]:
@@ -56,7 +56,7 @@ def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]
     """Return how ratios changed from one set of runs to another, for those that both have.
 
     Columns: `change`, a ratio of ratios, with `change_low` and `change_high`, which hold for all
-    rows together; `difference`, "higher", "lower" or `NO_DIFFERENCE`.
+    rows together; `difference`, "higher", "lower" or `NO_DIFFERENCE_SHOWN`.
     """
     with np.errstate(divide="ignore", invalid="ignore"):  # counts may be 0
         sets = [
@@ -74,7 +74,9 @@ def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]
     )
     change = table["change"]
     least = np.maximum(table["reach"], math.log(USUAL_VARIATION))
-    difference = np.select([change > least, change < -least], ["higher", "lower"], NO_DIFFERENCE)
+    difference = np.select(
+        [change > least, change < -least], ["higher", "lower"], NO_DIFFERENCE_SHOWN
+    )
     logs = {
         "change": change,
         "change_low": change - table["reach"],

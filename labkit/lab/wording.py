@@ -103,14 +103,14 @@ def _no_winner(answer: Comparison) -> tuple[str, str, str]:
 
 
 def _no_difference(answer: Comparison) -> tuple[str, str, str]:
-    noun = phrasing(answer.quantity).noun
     if answer.subject is not None:
-        text = f"no clear difference in {noun} between {answer.subject} and {answer.baseline}"
+        compared = answer.subject
     elif answer.n_alternatives == 2:
-        text = f"neither {answer.noun} differs clearly in {noun} from {answer.baseline}"
+        compared = f"either {answer.noun}"
     else:
-        count = answer.n_alternatives
-        text = f"none of {count} {answer.noun}s differs clearly in {noun} from {answer.baseline}"
+        compared = f"any of {answer.n_alternatives} {answer.noun}s"
+    noun = phrasing(answer.quantity).noun
+    text = f"{answer.verdict} in {noun} between {compared} and {answer.baseline}"
     if not answer.seconds_more:
         return "", "", f"{text}."
     more = format_seconds(float(f"{answer.seconds_more:.1g}"))
@@ -137,7 +137,7 @@ def overall(answer: Answer) -> str:
     if one.direction is not None:
         return f"{start}: {interval(one.ratio, one.low, one.high, phrases)}."
     if one.low == one.high:
-        return f"{start}: no difference of 3% or more."
+        return f"{start}: no clear difference."
     return f"{start}: between {low} and {high}."
 
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import validate
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check import checking, correctness
 from labkit.check.archives import write_bundle
 from labkit.check.checking import (
@@ -105,7 +106,7 @@ def test_a_baseline_is_saved_and_compared_with(home, measured, command):
     validate(document, SCHEMA)
     numbers = {one["name"]: one for one in document["numbers"]}
     assert numbers["attention, 1 rank, cpu"]["validity"] == "slower"
-    assert numbers["copy, 1 rank, cpu"]["validity"] == "no change shown"
+    assert numbers["copy, 1 rank, cpu"]["validity"] == NO_DIFFERENCE_SHOWN
 
 
 def test_what_is_right_but_slow_is_no_failure_and_what_was_not_compared_no_success(measured):

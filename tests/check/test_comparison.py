@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check.comparison import compare
 from labkit.check.facts import differences, has_lost_hardware
 from labkit.machine.description import Gpu
@@ -30,7 +31,7 @@ def test_an_unchanged_machine_is_rarely_said_to_have_changed(runs, drift):
     changed = 0
     for seed in range(0, 300, 30):
         changes = compare(_baseline(seed, runs, drift=drift), made_run(1000 + seed, drift=drift))
-        changed += sum(one.verdict != "no change shown" for one in changes)
+        changed += sum(one.verdict != NO_DIFFERENCE_SHOWN for one in changes)
     assert changed <= 1  # of 60
 
 
@@ -54,7 +55,7 @@ def test_what_all_quantities_share_hides_no_change_of_one_and_is_none_itself():
         changes = compare(
             baseline, made_run(700 + seed, drift=0.01, shared=0.1, slower={"attention": 1.2})
         )
-        assert [one.quantity for one in changes if one.verdict != "no change shown"] == [
+        assert [one.quantity for one in changes if one.verdict != NO_DIFFERENCE_SHOWN] == [
             "attention"
         ]
         assert all(0.7 < one.shared < 1.5 for one in changes)
@@ -126,9 +127,9 @@ def test_cores_that_a_host_moved_are_compared_with_runs_in_that_state():
         made_run(3, exchange=near),
     ]
     now = made_run(4, exchange=apart, slower={"copy": 1.5})
-    assert set(_verdicts(compare(baseline, now)).values()) == {"no change shown"}
+    assert set(_verdicts(compare(baseline, now)).values()) == {NO_DIFFERENCE_SHOWN}
     now = made_run(4, exchange=[*apart[:4], *near[:2]], slower={"copy": 1.5})
-    assert set(_verdicts(compare(baseline, now)).values()) == {"no change shown"}
+    assert set(_verdicts(compare(baseline, now)).values()) == {NO_DIFFERENCE_SHOWN}
     now = made_run(5, exchange=throttled, slower=dict.fromkeys(QUANTITIES, 1.6))
     assert set(_verdicts(compare(baseline, now)).values()) == {"slower"}
 

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from labkit.__main__ import app
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check.trainings import compare_with_baseline, load_trainings, save_training
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
@@ -57,7 +58,7 @@ def test_an_unchanged_training_is_rarely_said_to_have_changed(tmp_path):
         for number in range(100, 120)
         for verdict in compare_with_baseline(run_of(tmp_path, number)).parts["verdict"]
     ]
-    assert sum(verdict != "no change shown" for verdict in verdicts) <= 2  # of 100
+    assert sum(verdict != NO_DIFFERENCE_SHOWN for verdict in verdicts) <= 2  # of 100
 
 
 @pytest.mark.parametrize("cores", [0.6, 1.7])
@@ -65,7 +66,7 @@ def test_slow_cores_make_no_part_slower_and_hide_none(tmp_path, cores):
     for number in range(4):
         save_training(run_of(tmp_path, number))
     unchanged = compare_with_baseline(run_of(tmp_path, 50, cores=cores))
-    assert {*unchanged.parts["verdict"]} == {"no change shown"}
+    assert {*unchanged.parts["verdict"]} == {NO_DIFFERENCE_SHOWN}
     slower = compare_with_baseline(run_of(tmp_path, 51, cores=cores, slower={"forward": 1.4}))
     assert slower.parts.loc["forward", "verdict"] == "slower"
     assert slower.parts.loc["forward", "ratio"] == pytest.approx(1.4, rel=0.1)
@@ -130,7 +131,7 @@ def test_the_command_saves_a_baseline_and_ends_with_status_3_if_a_step_is_slower
     document = json.loads(carry_out(monkeypatch, slower, "--json").stdout)
     ratios = {one["name"]: one for one in document["numbers"]}
     assert ratios["backward since the baseline"]["validity"] == "slower"
-    assert ratios["input since the baseline"]["validity"] == "no change shown"
+    assert ratios["input since the baseline"]["validity"] == NO_DIFFERENCE_SHOWN
     assert ratios["your_training.changes"]["verdict"] == "yes"
     assert document["found"]["optimizer"] == "AdamW"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.answers import Check, Compare
 from labkit.lab.compare import compare_runs, run_names, write_comparison
 from labkit.lab.config import LabConfig, ParameterError
@@ -125,7 +126,7 @@ def test_verdicts_agree_differ_or_are_lost_or_gained(changes, outcome, first, tm
 
 
 @pytest.mark.parametrize(
-    ("ring", "difference"), [(0.5, "none measurable"), (0.6, "higher"), (0.4, "lower")]
+    ("ring", "difference"), [(0.5, NO_DIFFERENCE_SHOWN), (0.6, "higher"), (0.4, "lower")]
 )
 def test_ratios_stand_side_by_side_and_differ_if_their_intervals_are_apart(
     ring, difference, first, tmp_path
@@ -202,7 +203,7 @@ def test_every_recorded_run_is_compared_with_itself_and_agrees(lab):
     run = Run.load(path)
     (pair,) = compare_runs([run, Run.load(path)], load_real)
     assert set(pair.outcomes().values()) == {"agree"}
-    assert set(pair.ratios["difference"]) <= {"none measurable"}
+    assert set(pair.ratios["difference"]) <= {NO_DIFFERENCE_SHOWN}
 
 
 def test_nothing_to_compare_and_what_is_no_run_are_one_clear_message(first, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from labkit.bench.check import matrix_product
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check import worker
 from labkit.check.checking import CHECK
 from labkit.check.commands import describe_peak_share
@@ -30,7 +31,7 @@ def test_the_plan_has_one_rank_and_all_ranks_of_each_device(name):
 
 
 def test_a_known_gpu_says_its_share_of_the_peak_and_an_unknown_one_does_not():
-    change = Change("matmul bfloat16", "1 rank, cuda", "no change shown", rate=7e14)
+    change = Change("matmul bfloat16", "1 rank, cuda", NO_DIFFERENCE_SHOWN, rate=7e14)
     assert (
         describe_peak_share(change, MACHINES["one H100"])
         == ", 71% of the peak (published: up to 83%)"
