@@ -133,23 +133,20 @@ def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeC
     """
     if not callable(alternative):
         raise ParameterError(f"{lab.name}: expected a function, got {alternative!r:.80}")
-    names = lab.config.model_fields
-    compare = None
-    if lab.verify is not None:
-        compare = lab.verify(alternative)
-    numbers: tuple[int, ...] = (1,)
-    if "world_sizes" in names:
-        numbers = RANKS
+    parameters = lab.config.model_fields
+    compare = None if lab.verify is None else lab.verify(alternative)
+    world_sizes = RANKS if "world_sizes" in parameters else (1,)
     result = AlternativeCheck("right")
-    for ranks in numbers:
-        wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}
-        settings = {name: value for name, value in wanted.items() if name in names}
+    for world_size in world_sizes:
+        wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [world_size], **SHORTEST}
+        settings = {name: value for name, value in wanted.items() if name in parameters}
         if lab.plugin_parameter is not None or compare is None:
             result = _check(lab, alternative, settings)
+        # Also if it is wrong: the comparison names the cause, which the lab's check does not know.
         if compare is not None and result.verdict in ("right", "wrong"):
-            result = _compare_with_one_process(compare, ranks, result)
-        if ranks > 1 and result.details:
-            result = replace(result, details=f"{result.details}, on {ranks} ranks")
+            result = _compare_with_one_process(compare, world_size, result)
+        if world_size > 1 and result.details:
+            result = replace(result, details=f"{result.details}, on {world_size} ranks")
         if not result:
             break
     return result

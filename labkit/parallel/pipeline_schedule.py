@@ -69,27 +69,34 @@ def make_schedule(name: str, ranks: int, micro_batches: int, *, chunks: int = 1)
 
 
 def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Task]:
-    number = max(1, micro_batches // ranks)  # groups of p, or a little more if p does not divide m
-    starts = [micro_batches * i // number for i in range(number + 1)]
-    groups = [range(start, end) for start, end in pairwise(starts)]
+    """Return a rank's tasks: forward ones first, then both in turn, then backward ones."""
     stages = range(rank, chunks * ranks, ranks)
-    forward = [Task(stage, "F", number) for group in groups for stage in stages for number in group]
-    backward = [
-        Task(stage, "B", number)
-        for group in groups
-        for stage in reversed(stages)
-        for number in group
-    ]
+    groups = _group_micro_batches(micro_batches, ranks)
+    forward = []
+    backward = []
+    for group in groups:
+        forward += [Task(stage, "F", number) for stage in stages for number in group]
+        backward += [Task(stage, "B", number) for stage in reversed(stages) for number in group]
     if name == "gpipe":
-        ahead = len(forward)
+        n_first = len(forward)
     elif name == "1f1b":
-        ahead = min(ranks - 1 - rank, len(forward))
+        # Ranks behind this one: its first backward pass waits for theirs.
+        n_first = ranks - 1 - rank
     else:
-        ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1]), len(forward))
+        # Twice as many, since a micro-batch comes by once per stage (Narayanan et al. 2021).
+        n_first = 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1])
+    n_first = min(n_first, len(forward))
     # Not strict: the last backward passes have no forward pass left to take turns with.
-    pairs = zip(forward[ahead:], backward, strict=False)
-    alternating = [task for pair in pairs for task in pair]
-    return forward[:ahead] + alternating + backward[len(forward) - ahead :]
+    pairs = zip(forward[n_first:], backward, strict=False)
+    in_turn = [task for pair in pairs for task in pair]
+    return forward[:n_first] + in_turn + backward[len(forward) - n_first :]
+
+
+def _group_micro_batches(micro_batches: int, ranks: int) -> list[range]:
+    """Return groups of p micro-batches, or of a few more if p does not divide their number."""
+    n_groups = max(1, micro_batches // ranks)
+    starts = [micro_batches * i // n_groups for i in range(n_groups + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def simulate(schedule: Schedule) -> list[list[TaskTime]]:

@@ -124,16 +124,15 @@ class Ranks:
 
     def join(self, part: Tensor, layout: Layout) -> Tensor:
         """Gather all ranks' parts of a tensor into the whole one."""
-        assert layout.dim is not None
-        shapes = [
-            (*layout.shape[: layout.dim], length, *layout.shape[layout.dim + 1 :])
-            for length in part_lengths(layout.shape[layout.dim], self.group.size())
-        ]
+        dim = layout.dim
+        assert dim is not None
+        shapes = []
+        for length in part_lengths(layout.shape[dim], self.group.size()):
+            shapes.append((*layout.shape[:dim], length, *layout.shape[dim + 1 :]))
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        parts = self.gather(part.contiguous(), sizes).split(sizes)
-        return torch.cat(
-            [each.view(shape) for each, shape in zip(parts, shapes, strict=True)], layout.dim
-        )
+        flat_parts = self.gather(part.contiguous(), sizes).split(sizes)
+        parts = [flat.view(shape) for flat, shape in zip(flat_parts, shapes, strict=True)]
+        return torch.cat(parts, dim)
 
 
 def part_lengths(length: int, ranks: int) -> list[int]:

@@ -152,7 +152,8 @@ def train_parallel(
                 norm = parallel.clip(max_norm)
             else:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            norm = getattr(norm, "full_tensor", lambda norm=norm: norm)()
+            if hasattr(norm, "full_tensor"):
+                norm = norm.full_tensor()  # FSDP's is a DTensor, of which each rank has a share
             record.norms.append(float(norm))
             optimizer.step()
             record.parameters.append(_gather(parallel, named(), names))

@@ -81,10 +81,8 @@ _BY_NAME = {declared.lower(): card for declared, card in HARDWARE.items()}
 def find_hardware(name: str) -> Hardware:
     """Find a declared GPU by its name, a shorter one, or as `nvidia-smi` prints it.
 
-    Also with another memory, `B200-192GB`.
-
-    A shorter name is the first declared GPU that begins with it. ValueError for others, which have
-    no declared peak.
+    A shorter name is the first declared GPU that begins with it. A name may have another memory,
+    `B200-192GB`. ValueError for others, which have no declared peak.
     """
     words = _normalize(name)
     exact = _BY_NAME.get(words) or _BY_NAME.get(name.lower())
@@ -92,29 +90,25 @@ def find_hardware(name: str) -> Hardware:
         return exact
     memory = re.search(r"-(\d+)gb$", words)
     stem = words[: memory.start()] if memory else words
-    family = [
-        card
-        for declared, card in _BY_NAME.items()
-        if declared.startswith((f"{stem}-", f"rtx-{stem}-"))
-    ]
+    beginnings = (f"{stem}-", f"rtx-{stem}-")
+    family = [card for known, card in _BY_NAME.items() if known.startswith(beginnings)]
     if not family:
-        near = [
-            _BY_NAME[one].name
-            for one in difflib.get_close_matches(words, _BY_NAME, n=3, cutoff=0.4)
-        ]
-        names = (
-            f"the nearest declared are {', '.join(near)}"
-            if near
-            else f"declared are {', '.join(HARDWARE)}"
-        )
-        raise ValueError(f"unknown GPU {name[:60]!r}; {names}")
+        raise ValueError(f"unknown GPU {name[:60]!r}; {_nearest_names(words)}")
     if memory is None:
         return family[0]
     size = float(memory[1])
     nearest = min(family, key=lambda card: abs(card.memory_gib - size))
+    # With more than twice the memory, or less than half, it is another GPU.
     if not 0.5 <= size / nearest.memory_gib <= 2:
         raise ValueError(f"unknown GPU {name[:60]!r}: {nearest.name} is the nearest declared")
     return nearest if size == nearest.memory_gib else replace(nearest, name=name, memory_gib=size)
+
+
+def _nearest_names(words: str) -> str:
+    near = difflib.get_close_matches(words, _BY_NAME, n=3, cutoff=0.4)
+    if near:
+        return f"the nearest declared are {', '.join(_BY_NAME[one].name for one in near)}"
+    return f"declared are {', '.join(HARDWARE)}"
 
 
 def _normalize(name: str) -> str:

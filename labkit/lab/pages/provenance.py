@@ -77,21 +77,19 @@ def _command_again(lab: Lab, header: RunHeader) -> str:
 
 
 def _describe_ranks(run: Run) -> str:
-    """Say how the ranks ran, as they reported: "2 ranks: gloo, forkserver, scheduling batch, 1
-    thread each"."""
+    """Say how the ranks ran: "2 ranks: gloo, forkserver, scheduling batch, 1 thread each"."""
     described = set()
     for fact in run.facts().values():
-        # the ranks were ready
+        # Ranks that failed to start have reported only some of these.
         if {"world_size", "backend", "start_method", "scheduling", "threads"} <= fact.keys():
-            text = (
-                f"{fact['backend'] or 'no process group'}, {fact['start_method']}, scheduling"
-                f" {fact['scheduling']}"
-            )
-            memory = f", shared memory {fact['shared_memory']}" if "shared_memory" in fact else ""
-            described.add(
-                (fact["world_size"], f"{text}, {counted(fact['threads'], 'thread')} each{memory}")
-            )
-    return (
-        "; ".join(f"{counted(ranks, 'rank')}: {text}" for ranks, text in sorted(described))
-        or "none"
-    )
+            parts = [
+                fact["backend"] or "no process group",
+                fact["start_method"],
+                f"scheduling {fact['scheduling']}",
+                f"{counted(fact['threads'], 'thread')} each",
+            ]
+            if "shared_memory" in fact:
+                parts.append(f"shared memory {fact['shared_memory']}")
+            described.add((fact["world_size"], ", ".join(parts)))
+    texts = [f"{counted(ranks, 'rank')}: {text}" for ranks, text in sorted(described)]
+    return "; ".join(texts) or "none"

@@ -189,16 +189,16 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     all_threads = torch.get_num_threads()
     size, n_bytes = point.sizes
     numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
-    work = {"product": matrix_product(device, torch.float32, size, size, size)} | _elementwise(
-        n_bytes, device
-    )
+    product = matrix_product(device, torch.float32, size, size, size)
+    work = {"product": product, **_elementwise(n_bytes, device)}
     calls = {f"{name} {n}": work[name] for name in ("copy", "add", "product") for n in numbers}
+
+    def set_threads(call: str) -> None:
+        torch.set_num_threads(int(call.split()[1]))
+
     try:
-        rows = list(
-            _timed(
-                point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))
-            )
-        )
+        # All rows before the first is yielded: the caller would go on with fewer threads.
+        rows = list(_timed(point, calls, "call", prepare=set_threads))
     finally:
         torch.set_num_threads(all_threads)
     for row in rows:

@@ -245,14 +245,18 @@ def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
-    rows = batch.rows if layer.name == PLAIN else slice(None)
-    x = batch.whole[rows].double().requires_grad_()
+    """Return the `TENSORS` of a layer by torch's BatchNorm in float64, in one process."""
+    # Plain BatchNorm normalizes this rank's rows, the others those of all ranks.
+    normalized = batch.rows if layer.name == PLAIN else slice(None)
+    x = batch.whole[normalized].double().requires_grad_()
     reference = _with_affine(nn.BatchNorm1d(x.shape[1], dtype=torch.float64)).to(x.device)
     output = reference(x)
-    dx, *affine = torch.autograd.grad(output, [x, *reference.parameters()], gradient[rows].double())
-    own = slice(None) if layer.name == PLAIN else batch.rows_for(layer.name)
+    inputs = [x, *reference.parameters()]
+    dx, *affine = torch.autograd.grad(output, inputs, gradient[normalized].double())
+    # Of all of them, the rows that the layer returns on this rank.
+    returned = slice(None) if layer.name == PLAIN else batch.rows_for(layer.name)
     buffers = [reference.get_buffer("running_mean"), reference.get_buffer("running_var")]
-    return [output.detach()[own], dx[own], *affine, *buffers]
+    return [output.detach()[returned], dx[returned], *affine, *buffers]
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
