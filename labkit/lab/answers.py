@@ -21,7 +21,7 @@ takes four steps:
 something is. `labkit.lab.facts` has the fields of answers, `labkit.lab.wording` their sentences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,13 +29,14 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_float_dtype
 
-from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, pool_configurations
+from labkit.bench.statistics import pool_configurations
 from labkit.lab.facts import (
     Agreement,
     Answer,
     Comparison,
     Counts,
     Finding,
+    Overall,
     Region,
     Verdict,
     find_region,
@@ -47,6 +48,7 @@ from labkit.lab.units import label
 from labkit.lab.verdicts import (
     RELEVANT_GAIN,
     decide,
+    find_faster,
     judge_together,
     overall_leaders,
     seconds_more,
@@ -148,8 +150,8 @@ class Compare(Question):
         leaders = metric.leaders(table) or overall_leaders(pooled)
         rows = table[table[metric.compare] == leaders[0]] if leaders else table
         better = rows[rows["verdict"] == "faster"]
-        worse = rows[rows["verdict"] == "slower"]
-        counts = Counts(len(rows), len(better), len(worse))
+        n_worse = int((rows["verdict"] == "slower").sum())
+        counts = Counts(len(rows), len(better), n_worse)
         overall = None
         # An average of gains and losses describes none of the configurations.
         if leaders and not (counts.better and counts.worse):
@@ -172,12 +174,25 @@ class Compare(Question):
             notes=notes,
             table=table,
         )
+        answer = self._with_size(answer, rows, pooled, results)
+        return replace(answer, advice=self._advice(answer, table))
+
+    def _with_size(
+        self,
+        answer: Comparison,
+        rows: pd.DataFrame,
+        pooled: Mapping[Any, Overall],
+        results: Results,
+    ) -> Comparison:
+        """Add how large the difference of `rows` is, or how many seconds more would show it."""
         # The range covers exactly the rows that are counted. Without the uncertain ones it once
         # said "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
-        counted = better if len(better) else worse
-        is_general = verdict == "yes" and not counts.is_mostly_better
+        gains = answer.counts.better > 0
+        counted = rows[rows["verdict"] == ("faster" if gains else "slower")]
+        overall = answer.overall
+        is_general = answer.verdict == "yes" and not answer.counts.is_mostly_better
         if overall is not None and overall.direction and (is_general or counted.empty):
-            answer = replace(
+            return replace(
                 answer,
                 direction=overall.direction,
                 low=overall.ratio,
@@ -185,20 +200,20 @@ class Compare(Question):
                 effect=overall.ratio,
                 is_overall=True,
             )
-        elif len(counted):
+        if len(counted):
             ratios = counted["ratio"].astype(float)
-            answer = replace(
+            return replace(
                 answer,
-                direction="better" if len(better) else "worse",
+                direction="better" if gains else "worse",
                 low=float(ratios.min()),
                 high=float(ratios.max()),
                 effect=float(np.exp(np.log(ratios).median())),
-                overtaken=self._overtaken(table, rows, results) if len(better) else (),
+                overtaken=self._overtaken(answer.table, rows, results) if gains else (),
             )
-        elif not metric.exact:
-            timed_s = results.timed_s(metric.select(results.frame), metric.value)
-            answer = replace(answer, seconds_more=seconds_more(rows, pooled, timed_s))
-        return replace(answer, advice=self._advice(answer, table))
+        if self.metric.exact:
+            return answer
+        timed_s = results.timed_s(self.metric.select(results.frame), self.metric.value)
+        return replace(answer, seconds_more=seconds_more(rows, pooled, timed_s))
 
     def _advice(self, answer: Comparison, table: pd.DataFrame) -> str | None:
         """Choose the template of the advice: to change, to keep, or none."""
@@ -216,22 +231,11 @@ class Compare(Question):
         self, table: pd.DataFrame, rows: pd.DataFrame, results: Results
     ) -> tuple[tuple[str, Region | None], ...]:
         """Name alternatives that are clearly better than the named one in some configurations."""
-        metric = self.metric
-        keys = list(metric.configuration)
-        others = table[(table["verdict"] == "faster") & ~table.index.isin(rows.index)]
-        if not keys or others.empty:
-            return ()
-        fastest = others.loc[others.groupby(keys, dropna=False)["ratio"].idxmin()]
-        named = rows[[*keys, "low", "ratio"]].reset_index()
-        pairs = fastest.merge(named, on=keys, suffixes=("", "_named"))
-        # Where intervals overlap, the order of two alternatives may be chance. Counts differ by
-        # less than anybody would change a configuration for: "lighter still" was once 0.8%.
-        is_apart = pairs["high"] < pairs["low_named"]
-        is_relevant = pairs["ratio"] * (1 + MIN_RELEVANT_DIFFERENCE) <= pairs["ratio_named"]
-        pairs = pairs[is_apart & is_relevant]
+        keys = list(self.metric.configuration)
+        faster = find_faster(table, rows, keys)
         return tuple(
             (self._name(name, results), find_region(rows, rows.loc[some["index"]], keys))
-            for name, some in pairs.groupby(metric.compare, sort=False)
+            for name, some in faster.groupby(self.metric.compare, sort=False)
         )
 
     def _name(self, alternative: Any, results: Results) -> str:
