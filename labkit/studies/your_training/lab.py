@@ -20,9 +20,9 @@ from labkit.parallel.data_parallel import TORCH
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.shared import sharding_strategies
 from labkit.studies.shared.tables import WRAPPER_NAMES, in_order
-from labkit.studies.your_training.attention import BY_HAND, SDPA
+from labkit.studies.your_training.attention import BY_HAND
 from labkit.studies.your_training.changes import CHANGES
-from labkit.studies.your_training.gains import ATTENTION, CHANGE
+from labkit.studies.your_training.gains import CHANGE
 from labkit.studies.your_training.loop import BACKWARD, PARTS
 from labkit.studies.your_training.rank_tables import STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
@@ -213,15 +213,6 @@ LAB = Lab(
             baseline=YOURS,
             among=[TOGETHER],
             without_rows="No two changes that were tried pay, so there is nothing to combine.",
-        ),
-        Compare(
-            id="attention",
-            text="Would torch's SDPA be faster than the attention by hand?",
-            metric=ATTENTION,
-            baseline=BY_HAND,
-            among=[SDPA],
-            without_rows="The forward pass has no attention by hand.",
-            figure=Bars(x="shape", y="ratio"),
         ),
         Report(
             id="memory",
