@@ -90,8 +90,6 @@ class Lab:
     example: Callable[[Results], str | None] = lambda results: None
     """Names the example that was measured; None if the answers are about the reader's machine.
     The index recommends nothing by an example, and finds nothing large in it."""
-    takes_models: bool = False
-    """Whether a user may add models to them (`lab.user_models`)."""
     keeps_checkpoints: bool = False
     """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a
     directory of the run with one folder `<point.id>/` per point; None on ranks that must not

@@ -115,7 +115,6 @@ class OpenLab:
         self,
         alternatives: Mapping[str, Any] | None = None,
         *,
-        models: Mapping[str, Any] | None = None,
         guess: Mapping[str, float] | None = None,
         only: bool = False,
         more: float | None = None,
@@ -125,7 +124,6 @@ class OpenLab:
         Args:
             alternatives: yours by name, such as `{"mine": my_all_reduce}`; checked, interleaved
                 with labkit's and plotted with them. See the docstring of the lab's `register`.
-            models: yours by name, measured with the named sizes (`labkit.lab.user_models`).
             guess: your numbers by the names of rows, shown next to the measured ones.
             only: whether to measure yours alone, with the baseline, without labkit's.
             more: seconds of rounds in addition, which decide what an answer leaves open.
@@ -137,7 +135,7 @@ class OpenLab:
         self._interrupted = None
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
-            if alternatives or models:
+            if alternatives:
                 run = self.parameters.run
                 raise ParameterError(
                     f"run = {run!r} is plotted, not measured: set run = None to measure yours"
@@ -145,7 +143,7 @@ class OpenLab:
             self._read_run()
             display(cards.coverage(self.run))
         else:
-            self._plugins = Plugins(alternatives or {}, models or {})
+            self._plugins = Plugins(alternatives or {})
             check_plugins(self.study, self._plugins)
             config = self.config
             if more is not None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from labkit.lab.user_models import user_file
+from labkit.lab.user_lines import user_file
 from labkit.parallel.traffic import Collective, recorded_traffic
 from labkit.torch_private import TorchDispatchMode
 

@@ -1,4 +1,4 @@
-"""The worker of a rank if a user has added alternatives or models.
+"""The worker of a rank if a user has added alternatives.
 
 Imports nothing heavy: every rank loads this module.
 """
@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from labkit.lab.config import ParameterError
-from labkit.lab.point import MODEL_FIELDS
 from labkit.lab.user_calls import counted_calls
-from labkit.lab.user_models import describe_model, errors_with_line, registered_models
 
 Register = Callable[[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Plugins:
-    """A user's alternatives for the lab's `register`, and models (`lab.user_models`), by name."""
+    """A user's alternatives for the lab's `register`, by name."""
 
     alternatives: Mapping[str, Any] = field(default_factory=dict)
-    models: Mapping[str, Any] = field(default_factory=dict)
     noted: tuple[str, ...] | None = None
     """Parts of names of operators to count with the collectives of the alternatives; None: nothing
     is counted."""
@@ -43,7 +40,6 @@ def registered(register: Register, plugins: Plugins) -> Iterator[None]:
             except ValueError as error:
                 raise ParameterError(f"{name!r}: {error}") from None
             added.callback(table.pop, name, None)
-        added.enter_context(registered_models(plugins.models))
         yield
 
 
@@ -52,11 +48,7 @@ def run_with_plugins(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the worker's rows, with the plugins registered in this rank."""
     with registered(register, plugins):
-        names = [getattr(point, field, None) for field in MODEL_FIELDS]
-        model = next((name for name in names if name in plugins.models), None)
-        columns = describe_model(model or "")
-        with errors_with_line(model):
-            yield from (columns | row for row in worker(point, **options) or ())
+        yield from worker(point, **options) or ()
 
 
 def run_counted(

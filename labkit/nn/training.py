@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +32,6 @@ BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 # Range of the profiler around what a wrapper does after its backward pass.
 FINISH = "finish"
-T = TypeVar("T")
-
-
-class ModelAndBatch(NamedTuple):
-    """A model with a batch and a loss: `loss(model(inputs), targets)` is a scalar."""
-
-    model: nn.Module
-    inputs: Any
-    targets: Any
-    loss: Callable[[Any, Any], Tensor]
 
 
 class Trainer:
@@ -208,7 +198,7 @@ class Workload:
         return replace(self, build=partial(copy.deepcopy, self.build()))
 
 
-Source = TransformerShape | type[ResNet50] | Callable[[], ModelAndBatch]
+Source = TransformerShape | type[ResNet50]
 
 
 def build_workload(
@@ -223,15 +213,13 @@ def build_workload(
 ) -> Workload:
     """Return a model and its batch.
 
-    A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size,
-    image_size), or what a function builds on the default device. The function is called for every
-    copy of the model.
+    A Transformer on tokens (batch, context_length), or ResNet-50 on images (batch, 3, image_size,
+    image_size).
 
-    `options`: of the Transformer. `seed` decides the batch, and random numbers in the loss of a
-    function's model, not the parameters. ValueError for a batch that is not positive, unless a
-    function has its own.
+    `options`: of the Transformer. `seed` decides the batch, not the parameters. ValueError for a
+    batch that is not positive.
     """
-    if batch < 1 and (isinstance(source, TransformerShape) or source is ResNet50):
+    if batch < 1:
         raise ValueError(f"expected batch >= 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
     make: Callable[[], nn.Module]
@@ -240,29 +228,17 @@ def build_workload(
         inputs, targets = random_tokens(source, batch, context_length, generator)
         make = partial(Transformer, source, context_length=context_length, **options)
         loss = language_model_loss
-    elif source is ResNet50:
+    else:
         inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
         targets = torch.randint(CLASSES, (batch,), generator=generator)
         make = ResNet50
         loss = cross_entropy
-    else:
-        return _user_workload(cast(Callable[[], ModelAndBatch], source), device, seed)
     inputs = inputs.to(device)
     targets = targets.to(device)
-    return Workload(partial(_build, make, device, 0), lambda model: loss(model(inputs), targets))
+    return Workload(partial(_build, make, device), lambda model: loss(model(inputs), targets))
 
 
-def _user_workload(source: Callable[[], ModelAndBatch], device: str, seed: int) -> Workload:
-    _, inputs, targets, loss = _build(source, device, seed)
-
-    def compute_loss(model: nn.Module) -> Tensor:
-        torch.manual_seed(seed)  # equal dropout in every wrapper
-        return loss(model(inputs), targets)
-
-    return Workload(lambda: _build(source, device, 0).model, compute_loss)
-
-
-def _build(make: Callable[[], T], device: str, seed: int) -> T:
-    torch.manual_seed(seed)
+def _build(make: Callable[[], nn.Module], device: str) -> nn.Module:
+    torch.manual_seed(0)
     with torch.device(device):
         return make()

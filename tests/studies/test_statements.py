@@ -2,22 +2,18 @@
 other code."""
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 from statistics import median
 
 import pytest
 import torch
-from torch import nn
 
 from labkit.lab.units import format_value
-from labkit.lab.user_models import registered_models
 from labkit.lab.wording import headline
 from labkit.machine.cgroups import available_cores
 from labkit.machine.description import describe_machine
 from labkit.parallel.launch import run_ranks
 from labkit.studies import load_lab
 from labkit.studies.memory import worker as memory
-from labkit.studies.memory.counting import PARTS
 from labkit.studies.shared.alternatives import ALL_CORES, cores_of_all_ranks
 from tests.rehearsal.pages import recorded, run_of
 
@@ -88,36 +84,6 @@ def test_averaging_costs_what_a_step_is_longer_and_never_hides_more_than_all():
 
     hidden = answers(run_of(run, halved))["communication"].table["hidden_percent"]
     assert hidden.max() == 100
-
-
-class Words(nn.Module):
-    """Its LSTM allocates more than its fakes do."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(50, 64)
-        self.lstm = nn.LSTM(64, 64, 2)
-        self.head = nn.Linear(64, 50)
-
-    def forward(self, tokens):
-        return self.head(self.lstm(self.embedding(tokens))[0]).flatten(0, 1)
-
-
-def test_the_parts_of_a_users_model_make_up_the_peak_that_is_measured():
-    tokens = torch.randint(50, (32, 16))
-    point = memory.MemoryPoint(
-        kind="counted", size="mine", context_length=0, batch=0, phases=("full_step",), repeats=2
-    )
-    with registered_models(
-        {"mine": lambda: (Words(), tokens, tokens.flatten(), nn.functional.cross_entropy)}
-    ):
-        (counted,), (measured,) = (
-            list(memory.measure(replace(point, kind=kind))) for kind in ("counted", "measured")
-        )
-    parts = sum(counted.get(f"{part}_bytes", 0) for part in PARTS)
-    assert (
-        parts == counted["peak_bytes"] == pytest.approx(measured["peak_bytes"][0], rel=0.15)
-    )  # less what is inside an operator
 
 
 def test_steps_with_checkpoints_have_the_same_gradients_and_are_timed():

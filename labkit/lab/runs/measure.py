@@ -51,8 +51,8 @@ def measure(
 
     Points that fail are recorded with their reason and do not stop the others. Interrupted at any
     moment, the run keeps what was measured and can be resumed. `on_start` gets the run's path
-    before anything is measured. The caller's `plugins` are measured with the lab's alternatives and
-    models, or with baselines alone if `only_plugins`.
+    before anything is measured. The caller's `plugins` are measured with the lab's alternatives,
+    or with baselines alone if `only_plugins`.
     """
     _check_job()
     check_plugins(study, plugins)
@@ -62,11 +62,7 @@ def measure(
         _on_first_rank(lambda: check_writable(folder))
         points = study.plan(config, describe_machine())
         if only_plugins:
-            points = [
-                point
-                for point in points
-                if point.mentions({*plugins.alternatives, *plugins.models})
-            ]
+            points = [point for point in points if point.mentions({*plugins.alternatives})]
         unavailable = _prepare(study, config, points, on_progress)
         header = _plan(study, config, profile, points).model_copy(
             update={

@@ -1,11 +1,10 @@
 """Counts the memory of a training step on fake tensors, with every storage in a ledger.
 
-Nothing is allocated, so models are counted that this machine cannot hold. A user's model is counted
-on real tensors: some operators, an LSTM's among them, allocate more than their fakes.
+Nothing is allocated, so models are counted that this machine cannot hold.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
 from labkit.costs.transformer import TransformerShape
-from labkit.lab.user_models import user_file
+from labkit.lab.user_lines import user_file
 from labkit.nn.training import TrainingStep
 from labkit.torch_private import fake_tensor_mode
 
@@ -103,14 +102,9 @@ def _name_source(path: str) -> str:
 
 
 def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
-    """Run `phases` of a `TrainingStep(**arguments)` under a ledger.
-
-    A model with a shape is run on fake tensors.
-    """
-    is_named = isinstance(arguments["source"], TransformerShape)
-    mode: AbstractContextManager[Any] = fake_tensor_mode() if is_named else nullcontext()
+    """Run `phases` of a `TrainingStep(**arguments)` on fake tensors under a ledger."""
     with (
-        mode,
+        fake_tensor_mode(),
         AllocationLedger(device=arguments.get("device", "cpu"), source=_name_source) as ledger,
     ):
         counted = CountedStep(ledger, TrainingStep(**arguments))
@@ -154,16 +148,15 @@ def count_rows(
         yield from _allocation_rows(counted)
 
 
-def extrapolate_full_step(source: Any, **arguments: Any) -> dict[str, Any] | None:
+def extrapolate_full_step(source: TransformerShape, **arguments: Any) -> dict[str, Any] | None:
     """Return the peak's row of a full step of many layers, from those of 3 and 4 layers.
 
     Each layer allocates the same, so bytes at either end of a pass grow by the same amount per
     layer, and those in between lie on a line but for what one layer holds for a moment. None if
     the end at which the peak is does not grow fastest, since another one may be higher with more
-    layers; also for a model of few layers, with checkpoints, or without a shape.
+    layers; also for a model of few layers or with checkpoints.
     """
-    is_shape = isinstance(source, TransformerShape)
-    if not is_shape or source.n_layers <= sum(FEW_LAYERS) or arguments.get("checkpoint_segment"):
+    if source.n_layers <= sum(FEW_LAYERS) or arguments.get("checkpoint_segment"):
         return None
     few = [
         count_phases(("full_step",), source=replace(source, n_layers=n), **arguments)

@@ -14,7 +14,6 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.units import format_bytes, labels
-from labkit.lab.user_models import find_shape, model_names
 from labkit.machine.description import Machine
 from labkit.studies.memory import worker
 from labkit.studies.memory.counting import PARTS
@@ -22,7 +21,6 @@ from labkit.studies.memory.worker import (
     COUNTED,
     FULL_STEP,
     MEASURED,
-    MODEL_BATCH,
     NO_CHECKPOINTS,
     MemoryPoint,
 )
@@ -31,8 +29,7 @@ from labkit.studies.shared.tables import in_order
 
 PHASES = (worker.INFERENCE, worker.FORWARD, FULL_STEP)
 VISIBLE_SHARE = 0.01  # of the largest value; smaller parts are not plotted
-Size = Annotated[str, one_of(model_names)]
-Named = Annotated[str, one_of(lambda: SIZES)]
+Size = Annotated[str, one_of(lambda: SIZES)]
 Context = Annotated[int, Field(ge=2, le=2**20)]
 
 
@@ -42,16 +39,16 @@ class MemoryConfig(DeviceConfig):
     sizes: Some[Size] = ["nano", "mini"]
     """Models whose peaks are measured and counted, at `contexts`."""
     contexts: Some[Context] = [64, 128]
-    counted_sizes: list[Named] = [size for size in SIZES if size != "10B"]
+    counted_sizes: list[Size] = [size for size in SIZES if size != "10B"]
     """Models that are only counted, at the longest of `counted_contexts`; the last one in detail,
     at all of them."""
     counted_contexts: list[Context] = [512, 2048]
     precisions: Some[Literal["float32", "bfloat16"]] = ["float32", "bfloat16"]
     """On a CPU, which may have no instructions for 16-bit numbers, all but float32 are counted
     only."""
-    checkpoint_size: Named = "nano"
+    checkpoint_size: Size = "nano"
     """The model that is measured and timed with each segment length that divides its layers."""
-    counted_checkpoint_size: Named = "mini"
+    counted_checkpoint_size: Size = "mini"
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     rounds_s: Seconds | None = 2.0
 
@@ -74,14 +71,11 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     ) -> MemoryPoint:
         about: dict[str, Any] = {"kind": kind, "size": size, "context_length": context}
         about |= {"precision": precision, "device": device, "phases": (), "repeats": 2}
-        if context == MODEL_BATCH:
-            about["batch"] = MODEL_BATCH
         return MemoryPoint.of(config, **about | more)
 
-    for size in config.sizes:
-        is_own = size not in SIZES
-        for precision, context in product(config.precisions, _contexts(config, size)):
-            yield point(COUNTED, size, context, precision, phases=PHASES, has_details=is_own)
+    by_length = sorted(config.contexts)
+    for size, precision, context in product(config.sizes, config.precisions, by_length):
+        yield point(COUNTED, size, context, precision, phases=PHASES)
     for size, context in product(config.counted_sizes, contexts):
         is_last = size == config.counted_sizes[-1]
         is_longest = context == contexts[-1]
@@ -89,9 +83,8 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
             both = is_last and is_longest
             yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=both)
     precisions = config.precisions if device != "cpu" else ["float32"]
-    for size, low, phase in product(config.sizes, precisions, PHASES):
-        for context in _contexts(config, size):
-            yield point(MEASURED, size, context, low, phases=(phase,))
+    for size, low, phase, context in product(config.sizes, precisions, PHASES, by_length):
+        yield point(MEASURED, size, context, low, phases=(phase,))
     checkpointed = {config.counted_checkpoint_size: 0, config.checkpoint_size: config.repeats}
     for size, repeats in checkpointed.items():
         lengths = [n for n in range(1, SIZES[size].n_layers + 1) if SIZES[size].n_layers % n == 0]
@@ -99,11 +92,6 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
         yield point(
             worker.CHECKPOINT, size, max(config.contexts), segments=segments, repeats=repeats
         )
-
-
-def _contexts(config: MemoryConfig, size: str) -> list[int]:
-    """Return contexts from short to long; a user's model has its batch."""
-    return sorted(config.contexts) if find_shape(size) else [MODEL_BATCH]
 
 
 def peaks(results: Results, method: str) -> pd.DataFrame:
@@ -150,8 +138,7 @@ def parts_of_peak(results: Results) -> pd.DataFrame:
     """Return parts of the peak of each counted full step: bytes and percent, one row per part."""
     keys = ["size", "context_length", "batch", "peak_bytes"]
     long = full_steps(results).melt(keys, PART_BYTES, "part", "bytes").dropna()
-    named = long.replace({"context_length": {MODEL_BATCH: None}})
-    steps = labels(named, ["size", "context_length"])
+    steps = labels(long, ["size", "context_length"])
     # every bar ends at 100%, so its name has its size
     sizes = long["peak_bytes"].map(format_bytes)
     long = long.assign(
@@ -222,7 +209,6 @@ LAB = Lab(
     worker=worker.measure,
     points=points,
     model_parameters=("sizes",),
-    takes_models=True,
     alternatives=("segment",),
     names=SEGMENT_NAMES,
     questions=[

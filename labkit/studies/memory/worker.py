@@ -10,11 +10,10 @@ import torch
 
 from labkit.bench.check import describe_error, largest_difference, refusal_columns, status_columns
 from labkit.bench.memory import record_allocations
-from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
+from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.lab.project import runs_directory
-from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows, extrapolate_full_step
 from labkit.studies.shared.alternatives import check_and_time
@@ -27,7 +26,6 @@ INFERENCE = "inference"
 FORWARD = "forward"
 FULL_STEP = "full_step"
 NO_CHECKPOINTS = 0  # the segment length that stands for no checkpointing
-MODEL_BATCH = 0  # stands for batch and context length of a user's model, which has its batch
 HEADROOM = 1.1  # over the formulas
 # of a gradient, relative to the largest of its tensor: the same operators run again
 MAX_ERROR = 1e-4
@@ -55,9 +53,6 @@ class MemoryPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        shape = find_shape(self.size)
-        if shape is None:
-            return STATES_BYTES * (count_parameters(self.size) or 0)
         if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
             return 0
         phase = FULL_STEP
@@ -65,7 +60,7 @@ class MemoryPoint(ModelPoint):
             phase = FORWARD
         needed: float = predict_peak(self, phase)["predicted_bytes"]
         if self.kind == CHECKPOINT:  # whose check holds two sets of gradients
-            needed += 2 * state_bytes(n_parameters(shape))["gradients"]
+            needed += 2 * state_bytes(n_parameters(SIZES[self.size]))["gradients"]
         return HEADROOM * needed
 
 
@@ -78,20 +73,23 @@ def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
     """Return the formula's peak of a forward pass or a full step as `predicted_bytes`.
 
-    Empty for what has no formula.
+    Empty for inference, which has no formula.
     """
-    shape = find_shape(point.size)
-    if shape is None or phase == INFERENCE:
+    if phase == INFERENCE:
         return {}
     names = ("precision", "checkpoint_segment", "device")
     options: dict[str, Any] = {name: getattr(point, name) for name in names}
     options["is_full_step"] = phase == FULL_STEP
-    return {"predicted_bytes": peak_bytes(shape, point.batch, point.context_length, **options)}
+    return {
+        "predicted_bytes": peak_bytes(
+            SIZES[point.size], point.batch, point.context_length, **options
+        )
+    }
 
 
 def _step_arguments(point: MemoryPoint) -> dict[str, Any]:
     names = ("batch", "context_length", "device", "precision", "checkpoint_segment", "seed")
-    return {"source": model_source(point.size)} | {name: getattr(point, name) for name in names}
+    return {"source": SIZES[point.size]} | {name: getattr(point, name) for name in names}
 
 
 def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:

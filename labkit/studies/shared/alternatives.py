@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from labkit.bench.check import refusal_columns
 from labkit.bench.clock import time_parts_interleaved
-from labkit.lab.user_models import user_line
+from labkit.lab.user_lines import user_line
 from labkit.machine.cgroups import available_cores
 from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
 from labkit.parallel.traffic import Collective, recorded_traffic

@@ -14,13 +14,12 @@ from labkit.lab.config import Count, DeviceConfig, Repeats, Seconds, Some, one_o
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.user_models import find_shape, model_names, recorded_shapes
 from labkit.machine.description import Machine
 from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step import worker
 from labkit.studies.training_step.worker import TrainingStepPoint
 
-Size = Annotated[str, one_of(model_names)]
+Size = Annotated[str, one_of(lambda: SIZES)]
 PHASES = {
     worker.INFERENCE: (worker.INFERENCE,),
     worker.FORWARD: (worker.FORWARD,),
@@ -102,8 +101,7 @@ def step_times(results: Results) -> pd.DataFrame:
         .where(table["phase"] == worker.STEP)
         .groupby([table[name] for name in CONFIGURATION])
     )
-    with recorded_shapes(results.frame):
-        flops = [_flops(row) for row in table.to_dict("records")]
+    flops = [_flops(row) for row in table.to_dict("records")]
     rate = pd.Series(flops, index=table.index, dtype=float) / table["seconds"]
     shares = 100 * table["seconds"] / step.transform("max")
     table = table.assign(of_step_percent=shares, flops_per_s=rate.where(rate > 0))
@@ -111,11 +109,9 @@ def step_times(results: Results) -> pd.DataFrame:
 
 
 def _flops(row: dict[str, Any]) -> int:
-    """FLOPs of the matmuls of a phase; 0 for a model without a formula."""
-    shape = find_shape(row["size"])
+    """FLOPs of the matmuls of a phase."""
+    shape = SIZES[row["size"]]
     sizes = (int(row["batch"]), int(row["context_length"]))
-    if shape is None:
-        return 0
     flops = 0
     for phase in PHASES[row["phase"]]:
         if phase in (worker.INFERENCE, worker.FORWARD):
@@ -128,22 +124,18 @@ def _flops(row: dict[str, Any]) -> int:
 def predictions(results: Results) -> pd.DataFrame:
     """Measured times of each phase, and its operators' times at the machine's rates."""
     table = TIME.medians(results.frame)
-    with recorded_shapes(results.frame):
-        return table.assign(
-            predicted_s=[_predict(row, results) for row in table.to_dict("records")]
-        )
+    return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
 
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
     calibration = results.calibration
-    shape = find_shape(row["size"])
-    if calibration is None or shape is None:
+    if calibration is None:
         return None
     rates = calibration.rates_on(row["device"])
     if rates is None:
         return None
     sizes = int(row["batch"]), int(row["context_length"])
-    operators = worker.list_operators(shape, *sizes, row["precision"], row["device"])
+    operators = worker.list_operators(SIZES[row["size"]], *sizes, row["precision"], row["device"])
     return worker.predict_seconds(rates, operators, PHASES[row["phase"]])
 
 
@@ -213,7 +205,6 @@ LAB = Lab(
     worker=worker.measure,
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
-    takes_models=True,
     alternatives=("implementation", "sweep"),
     names={
         worker.EAGER: "the eager one",

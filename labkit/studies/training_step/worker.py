@@ -12,10 +12,9 @@ import torch
 from labkit.bench.check import OK, describe_error, largest_difference, status_columns
 from labkit.bench.clock import time_interleaved, time_once, time_parts_interleaved
 from labkit.bench.trace import profile_call
-from labkit.costs.memory import STATES_BYTES, peak_bytes
-from labkit.costs.transformer import TransformerShape
+from labkit.costs.memory import peak_bytes
+from labkit.costs.transformer import SIZES, TransformerShape
 from labkit.lab.point import ModelPoint
-from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, adamw, gradients
 from labkit.studies.shared.alternatives import check_and_time
@@ -56,11 +55,8 @@ class TrainingStepPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        shape = find_shape(self.size)
-        if shape is None:  # a user's model, of which only the parameters are known
-            return STATES_BYTES * (count_parameters(self.size) or 0)
         steps = 2 if self.sweep == "compile" else 1
-        peak = peak_bytes(shape, self.batch, self.context_length, device=self.device)
+        peak = peak_bytes(SIZES[self.size], self.batch, self.context_length, device=self.device)
         return steps * HEADROOM * peak
 
     @property
@@ -86,7 +82,7 @@ def measure(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 def _make_step(point: TrainingStepPoint, *, compiled: bool = False) -> TrainingStep:
     names = ("batch", "context_length", "device", "precision", "seed")
     options = {name: getattr(point, name) for name in names}
-    return TrainingStep(model_source(point.size), compiled=compiled, **options)
+    return TrainingStep(SIZES[point.size], compiled=compiled, **options)
 
 
 def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:

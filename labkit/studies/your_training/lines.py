@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from labkit.lab.user_models import user_file
+from labkit.lab.user_lines import user_file
 from labkit.studies.your_training.loop import Loop
 from labkit.torch_private import TorchDispatchMode, current_autograd_node
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labkit.bench.ledger import AllocationLedger, peak_between
-from labkit.lab.user_models import user_file
+from labkit.lab.user_lines import user_file
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.studies.your_training.loop import Loop
 from labkit.torch_private import tree_leaves

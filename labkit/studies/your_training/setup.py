@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.lab.user_models import user_file
+from labkit.lab.user_lines import user_file
 from labkit.parallel.ranks.results import is_out_of_memory
 
 Loss = Callable[[Any, Any], Tensor]
