@@ -131,10 +131,14 @@ def _extrapolated_and_whole(shape, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("batch", "context_length"), [(1, 2), (1, 24), (4, 24), (2, 96), (8, 96), (16, 48)]
+    ("batch", "context_length"),
+    thinned(
+        [(1, 2), (1, 24), (4, 24), (2, 96), (8, 96), (16, 48)],
+        lambda *case: case in ((1, 24), (16, 48)),
+    ),
 )
 def test_a_deep_model_is_counted_to_the_byte_by_two_shallow_ones(batch, context_length):
-    shape = replace(SHAPE, n_layers=10)
+    shape = replace(SHAPE, n_layers=8)  # the fewest that are not counted whole
     found, whole = _extrapolated_and_whole(shape, batch=batch, context_length=context_length)
     assert found is None or found == whole
     assert found is not None or batch * context_length < 100

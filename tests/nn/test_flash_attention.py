@@ -90,7 +90,7 @@ def _random_cases(number: int) -> list[Case]:
 FIXED_CASES = [
     *(
         Case(n, n, 64, causal, leading=(1,))
-        for n, causal in ((1, False), (64, True), (130, False), (130, True))
+        for n, causal in ((1, False), (64, True), (130, False), (100, True))
     ),
     *(
         Case(q, k, 32, causal, leading=(1,))
@@ -106,8 +106,8 @@ RANDOM_CASES = _random_cases(200)
 DESCRIPTOR_CASES = [
     case for case in FIXED_CASES + RANDOM_CASES if case.head_dim % 8 == 0 and case.contiguous
 ]
-TILES = Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)
-QUICK_TILES = [("forward", True, TILES[1])]
+TILES = Tile(16, 64, 4, 1), Tile(64, 16, 4, 1), Tile(64, 64, 4, 1)
+QUICK_TILES = [("forward", True, TILES[2])]
 LONG_CASES = [
     Case(1000, 1000, d, causal, dtype)
     for d in (64, 128, 256)
@@ -164,7 +164,10 @@ def _ring_errors(dtype_name: str, is_causal: bool, layout: str) -> dict[str, flo
 @pytest.mark.skipif(not INTERPRETED, reason="ranks of this test share no GPU")
 @pytest.mark.parametrize(
     ("dtype", "is_causal", "layout"),
-    [("float32", True, "zigzag"), ("bfloat16", True, "contiguous"), ("float32", False, "zigzag")],
+    thinned(
+        product(("float32", "bfloat16"), (True, False), ("zigzag", "contiguous")),
+        lambda *case: case in (("bfloat16", True, "zigzag"), ("float32", False, "contiguous")),
+    ),
 )
 def test_ring_attention_by_the_kernels(dtype: str, is_causal: bool, layout: str) -> None:
     limit = 4 * torch.finfo(getattr(torch, dtype)).eps

@@ -1,19 +1,18 @@
 """Labs on parallelism of all kinds: what loses a message gets no time; memory is that of a host."""
 
-from functools import cache, partial
-from itertools import product
+from contextlib import nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pandas as pd
 import pytest
-import torch
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.metric import Results
-from labkit.parallel import context_attention, pipeline_pass, tensor_collectives
+from labkit.parallel import context_attention, tensor_collectives
 from labkit.parallel.data_parallel.base import BackgroundAllReduce
-from labkit.parallel.exchange import exchange
-from labkit.parallel.launch import run_ranks
+from labkit.parallel.messages import gather_json
+from labkit.parallel.pipeline_messages import Messages
 from labkit.parallel.sharding import ShardedOptimizer
 from labkit.studies.context_parallel import worker as context_worker
 from labkit.studies.data_parallel import worker as data_worker
@@ -21,6 +20,7 @@ from labkit.studies.model_parallel import worker as model_worker
 from labkit.studies.model_parallel.point import ModelParallelPoint
 from labkit.studies.sharding import worker as sharding_worker
 from labkit.studies.sharding.lab import largest_models
+from tests.parallel.shared_ranks import on_ranks
 
 COMMON = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 1}
 SMALL = {"layers": 4, "batch": 2, "context_length": 8}
@@ -36,14 +36,18 @@ DATA = partial(
 DATA = partial(DATA, alternatives=("flat",))
 SWEEPS = ("wrappers", "accumulation", "timeline", "memory")
 MEASURED = {"seconds", "duration_s", "peak_bytes", "parameters_bytes"}
+RECEIVE = Messages.receive
+
+
+def _lose(messages, source, way):
+    content = RECEIVE(messages, source, way)
+    return content.detach().zero_().requires_grad_(content.requires_grad)
+
+
 BREAKS = {
     "tensor": (tensor_collectives.Ranks, "sum", lambda ranks, x: x),
-    "pipeline": (
-        pipeline_pass,
-        "exchange",
-        lambda *arguments, **options: _lose(*arguments, **options),
-    ),
-    "axes": (pipeline_pass, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
+    "pipeline": (Messages, "receive", _lose),
+    "axes": (Messages, "receive", _lose),
     "context": (context_attention, "_merge", lambda *_: None),
     "sharding": (ShardedOptimizer, "gather_parameters", lambda optimizer: None),
     **dict.fromkeys(SWEEPS, (BackgroundAllReduce, "average", lambda *_: None)),
@@ -75,32 +79,14 @@ POINTS = {
 }
 
 
-def _lose(sent, to, received, *others, **options):
-    exchange(sent, to, received, *others, **options)
-    if received is not None and received.is_floating_point():
-        received.zero_()
-
-
-def _measure_all():
-    """Rows of every point, whole and broken."""
-    torch.set_num_threads(1)
-    rows = {}
-    for (name, (worker, point)), is_broken in product(POINTS.items(), (False, True)):
-        broken = BREAKS[name] if is_broken else (pipeline_pass, "exchange", exchange)
-        with patch.object(*broken):
-            rows[f"{name}, {is_broken}"] = list(worker.measure(point))
-    return rows
-
-
-@cache
-def _measured():
-    return run_ranks(_measure_all, world_size=2)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", POINTS)
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_lost_message_is_found_before_anything_is_timed(name, is_broken):
-    rows = [row for rank in _measured() for row in rank[f"{name}, {is_broken}"]]
+    worker, point = POINTS[name]
+    with patch.object(*BREAKS[name]) if is_broken else nullcontext():
+        rows = list(worker.measure(point))
+    rows = [row for rank in gather_json(rows) for row in rank]
     checks = {row["status"] for row in rows if "status" in row}
     assert checks == {"wrong"} if is_broken else checks <= {"ok"}
     assert any(MEASURED & row.keys() for row in rows) != is_broken
