@@ -163,8 +163,10 @@ class TensorParallel(nn.Module):
         The ranks would have other values of it, and its gradient might be a part of a sum.
         """
         description = {}
+        # By identity: a layer of another cut model has layouts too, perhaps of other ranks.
+        own = {id(layout) for layout in self._layouts.values()}
         for name, parameter in self.module.named_parameters():
-            if not get_layouts(parameter):
+            if own.isdisjoint(map(id, get_layouts(parameter))):
                 raise ValueError(
                     f"{name} was added or replaced after the cut (by an adapter, assign=True or"
                     " to_empty()): change the model, then cut it"

@@ -357,12 +357,16 @@ def test_changes_after_the_cut() -> list[str]:
     def replace(model: Any) -> None:
         model.norm.weight = nn.Parameter(model.norm.weight.detach().clone())
 
+    def borrow(model: Any) -> None:
+        model.norm = tensor_parallel(own_model.build(), plan=own_model.PLAN).module.norm
+
     def freeze(model: Any) -> None:
         model.norm.weight.requires_grad_(dist.get_rank() == 0)
 
     attempts: Attempts = [
         ("blocks.1.attention.q.a.weight was added", forward(add)),
         ("norm.weight was added or replaced", forward(replace)),
+        ("norm.weight was added or replaced", forward(borrow)),
         ("rank 0 has norm.weight=trained, rank 1 has frozen", forward(freeze)),
     ]
     return find_refusals_that_fail(attempts)
