@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.agreement import agree_once
+from labkit.parallel.agreement import agree_once, wait_for_ranks
 from labkit.parallel.data_parallel.consistency import (
     UnevenInputs,
     broadcast,
@@ -85,7 +85,8 @@ class DataParallel(nn.Module, UnevenInputs):
 
     Raises ValueError, on all ranks, if model or arguments differ between them or `check_module`
     refuses the model. Forward and backward raise RuntimeError or ValueError with the parameter's
-    name rather than average wrongly.
+    name rather than average wrongly. Catch an error in backward on all ranks or on none: a rank
+    that catches it alone waits for the others in its next pass, with a warning.
     """
 
     _overlaps = False  # whether gradients are averaged during backward
@@ -150,8 +151,7 @@ class DataParallel(nn.Module, UnevenInputs):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. As with torch's wrapper, this call decides whether the next backward pass
-        synchronizes."""
+        """Run the module. As torch's, this call decides if the next backward pass synchronizes."""
         self._pre_forward()
         outputs = self.module(*args, **kwargs)
         self._post_forward(outputs)
@@ -190,8 +190,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of forward passes in this block local. The next pass outside averages
-        the sum."""
+        """Keep gradients of forward passes in this block local; the next pass averages the sum."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -201,8 +200,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Return once every gradient of the last backward pass is the mean over ranks.
-        Idempotent."""
+        """Return once every gradient of the last pass is the mean over ranks. Idempotent."""
         parameters = self._backward_order
         missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
         # A change of dtype gives a parameter another node, without our hook: it is not missing.
@@ -224,8 +222,7 @@ class DataParallel(nn.Module, UnevenInputs):
         self.average(absent=frozen)
 
     def average(self, absent: Sequence[int]) -> None:
-        """Average what is not averaged yet. Parameters at `absent` count as zeros and keep their
-        gradients."""
+        """Average the rest; parameters at `absent` count as zeros and keep their gradients."""
         parameters = self._backward_order
         before = {index: parameters[index].grad for index in absent}
         for index in absent:
@@ -307,6 +304,9 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _abandon_unfinished_pass(self) -> None:
         """Reset a pass that an exception ended, once its collectives are over."""
+        if self._pass.is_unfinished and not self._join_config.enable:
+            # If it ended on this rank alone, the others would take this pass's messages for its.
+            wait_for_ranks("a pass after an error in backward", self.group)
         if any(self._ready):
             if not self.finish_in_backward:
                 raise RuntimeError(
