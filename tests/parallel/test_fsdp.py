@@ -560,6 +560,45 @@ def test_new_parameters() -> list[str]:
     return wrong if model.gain is gain else [*wrong, "an ignored parameter is in shards"]
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH)
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.body = plain()
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.gain * self.body(self.embedding(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+
+@on_ranks(2)
+def test_methods_beside_forward() -> list[str]:
+    """A registered method is right before, after and inside of the model's forward."""
+    rank = dist.get_rank()
+    tokens = torch.arange(6).view(2, 3)
+    wrong = []
+    for options in ({}, {"reshard_after_backward": False}, {"units": ()}):
+        torch.manual_seed(0)
+        one = Encoder().double()
+        model = FSDP(copy.deepcopy(one), **options)
+        model.register_forward_method("encode")
+        for calls in ((one.encode, model.module.encode), (one, model)) * 2:
+            sum(calls[0](tokens[r]).square().mean() / 2 for r in (0, 1)).backward()
+            calls[1](tokens[rank]).square().mean().backward()
+        with torch.no_grad():
+            model.module.encode(tokens)
+        pairs = zip(one.parameters(), model.parameters(), strict=True)
+        error = max(float((p.grad - q.grad.full_tensor()).abs().max()) for p, q in pairs)
+        if not error < 1e-12:
+            wrong.append(f"{options}: {error}")
+    return wrong
+
+
 @on_ranks(2)
 def test_torch_is_unchanged() -> list[str]:
     """Importing and using FSDP changes nothing of torch for others."""
@@ -627,6 +666,8 @@ REFUSALS: dict[str, Callable[[int], Any]] = {
     ),
     "changed between forward and backward": lambda rank: _between_forward_and_backward(),
     "a hook that returns a value": lambda rank: _return_from_hook(),
+    "a method that is not there": lambda rank: FSDP(plain()).register_forward_method("encode"),
+    "an iterator": lambda rank: FSDP(Lazy())(inputs()),
     "units of other sizes": lambda rank: FSDP(Unlike())(inputs(), rank),
 }
 
@@ -651,6 +692,14 @@ class Force(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         return torch.autograd.grad(self.net(x).square().sum(), x, create_graph=self.create_graph)[0]
+
+
+class Lazy(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        return iter([self[0](x)])
 
 
 class Unlike(nn.Module):

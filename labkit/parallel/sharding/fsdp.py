@@ -90,8 +90,9 @@ class FSDP(nn.Module):
     stays None. All ranks must run the same units in the same order, forward and backward. Within a
     unit they may use different parameters, of which the others add zeros. Unsharded parameters can
     be read only while their unit runs, and not written to; a write to their `data` is lost. A
-    penalty on shards can be added to the loss. Hooks on shards see the mean gradient. torch.compile
-    compiles the model's code, not the gathers.
+    method such as `model.module.encode(x)` must be registered (`register_forward_method`), else
+    torch says "mixed torch.Tensor and DTensor". A penalty on shards can be added to the loss. Hooks
+    on shards see the mean gradient. torch.compile compiles the model's code, not the gathers.
 
     After an error on one rank alone, the other ranks' pass fails, too, and so does every later one.
     To go on, wrap a new model, and load this one's `state_dict()`.
@@ -168,6 +169,16 @@ class FSDP(nn.Module):
                 if text in str(error):
                     raise RuntimeError(explanation) from error
             raise
+
+    def register_forward_method(self, name: str) -> None:
+        """Let the module's method `name` run as its forward does, with unsharded parameters.
+
+        As torch's `register_fsdp_forward_method`. ValueError if there is no such method.
+        """
+        method = getattr(self.module, name, None)
+        if not callable(method):
+            raise ValueError(f"expected a method of the module, and it has no {name!r}")
+        setattr(self.module, name, partial(self._state.call_as_forward, method))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ unsharded until their post_backward. Second derivatives (`create_graph`) and bac
 a forward pass would keep all units in memory, and are refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -133,6 +133,9 @@ class FSDPState:
     @disable_compile
     def _post_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         unit.check_unsharded()
+        if isinstance(outputs, Iterator):
+            # Its code may run later, and its tensors cannot be looked at without using it up.
+            raise ValueError(f"{unit.name} returned an iterator: return outputs in a container")
         if torch.is_grad_enabled():
             self._register_pre_backward_hook(unit, outputs)
         if self._backward.is_running:
@@ -169,6 +172,19 @@ class FSDPState:
         """Hook after every call: an exception in a unit that was called directly ends the pass."""
         if unit is self._root:
             self.abort_forward()
+
+    def call_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model as if it were its forward."""
+        root = self._units[-1]
+        if root.is_unsharded:  # its forward, or a recomputation, calls it
+            return method(*args, **kwargs)
+        args, kwargs = self._pre_forward(root, root.module, args, kwargs)
+        try:
+            outputs = method(*args, **kwargs)
+            self._post_forward(root, root.module, args, kwargs, outputs)
+        finally:
+            self._abort_if_root(root)
+        return outputs
 
     def abort_forward(self) -> None:
         """End a forward pass that an exception has ended, if there is one. No collective."""
