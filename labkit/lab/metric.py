@@ -51,6 +51,7 @@ class Results:
         timed = self.frame[self.frame["point"].isin(rows["point"])]
         if "is_sum" in timed:  # its parts have rows, too
             timed = timed[timed["is_sum"].isna()]
+        # Ranks measure at the same time: the slowest one's sum is what passed.
         by_rank = timed.groupby(["point", "rank"])[value].sum()
         return float(by_rank.groupby("point").max().sum())
 
@@ -94,6 +95,7 @@ class Metric:
         for name, wanted in self.where.items():
             is_wanted = rows[name] == wanted
             if with_missing:
+                # A row that failed may lack what its alternative would have measured.
                 is_wanted |= rows[name].isna()
             rows = rows[is_wanted]
         rows = rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
@@ -154,6 +156,7 @@ class Metric:
         pairs = table[table[self.compare] != baseline].merge(
             base, on=keys, suffixes=("", "_baseline")
         )
+        # A count has no noise: any difference of 3% is one, hence p = 0.
         ratio = pairs[self.value].astype(float) / pairs[f"{self.value}_baseline"].astype(float)
         return statistics.with_verdicts(
             pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0)
@@ -183,6 +186,7 @@ class Metric:
         scores = scores[scores.index.isin(ranked.loc[ranked["verdict"] == "faster", name])]
         if scores.empty:
             return []
+        # Wins first: a large gain somewhere must not hide losses elsewhere.
         winners = scores[scores["wins"] == scores["wins"].max()]
         as_good = winners["log"].min() + np.log1p(statistics.MIN_RELEVANT_DIFFERENCE)
         return list(winners.index[winners["log"] <= as_good])

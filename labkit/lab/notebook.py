@@ -131,6 +131,7 @@ class OpenLab:
         Returns:
             One row per (point, rank, repeat), units in the column names.
         """
+        # Before anything is measured: a wrong name would be noticed minutes later.
         self._guess = check_guesses(guess or {})
         self._interrupted = None
         check_writable(figures_directory() / self.study.name)

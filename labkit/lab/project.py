@@ -113,6 +113,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     if isinstance(content, str):
         content = content.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a file cannot be renamed into another file system.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content)

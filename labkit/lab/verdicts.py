@@ -20,6 +20,7 @@ def judge_together(
     table: pd.DataFrame, pooled: pd.DataFrame
 ) -> tuple[pd.DataFrame, dict[Any, Overall]]:
     """Judge rows and pooled rows as one question; return the rows and the others by alternative."""
+    # One question, one false-discovery rate: pooled rows are comparisons, too.
     both = pd.concat([table[["ratio", "p"]], pooled[["ratio", "p"]].astype(float)])
     verdicts = with_verdicts(both)["verdict"].to_list()
     directions: dict[str, Literal["better", "worse"]] = {"faster": "better", "slower": "worse"}
@@ -86,6 +87,7 @@ def seconds_more(rows: pd.DataFrame, pooled: Mapping[Any, Overall], timed_s: flo
     still_open = [high / low for low, high in intervals if low < 1 - RELEVANT_GAIN]
     if not still_open or not timed_s:
         return 0.0
+    # The median: one noisy configuration does not decide how long to go on.
     half = math.log(median(still_open)) / 2
     reach = ndtri((1 + CONFIDENCE) / 2)
     needed_half = -math.log(1 - RELEVANT_GAIN) * reach / (reach + ndtri(POWER))

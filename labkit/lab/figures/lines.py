@@ -66,6 +66,7 @@ def _split_panels(figure: Lines, data: pd.DataFrame) -> Iterator[tuple[str | Non
     """Yield title and rows of each panel, in several parts if they are too many lines."""
     for title, rows in style.split_panels(data, figure.panel):
         names = style.in_order(rows[figure.color])
+        # In equal parts: ten lines and one more would be a panel of one.
         n_parts = -(-len(names) // MAX_LINES)
         size = -(-len(names) // n_parts)
         for start in range(0, len(names), size):
@@ -105,6 +106,7 @@ def _draw_panel(
     if figure.value in RATIOS:
         axis.axhline(1, color=style.TEXT, linewidth=1.0, zorder=1)
     if figure.reference is not None:
+        # A formula has one value per place, whatever the alternative.
         line = rows.drop_duplicates(AT).sort_values(AT)
         axis.plot(line[AT], line[figure.reference], **style.REFERENCE)
     measured = rows.dropna(subset=figure.value).to_dict("records")

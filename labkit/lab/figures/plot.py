@@ -93,6 +93,7 @@ class Plot:
     def page_svg(self) -> str:
         """Return the figure as an element of a page: no size, the page's font and colors."""
         root = ElementTree.fromstring(self.svg)
+        # Without a size it is as wide as the page, on a phone, too.
         root.attrib = {"viewBox": root.attrib["viewBox"]}
         # A page has one style sheet for all figures, and no use for metadata of each.
         for unwanted in ("metadata", "defs/{*}style/.."):

@@ -126,6 +126,7 @@ def _assign(values: Iterable[Any], choices: Sequence[str]) -> dict[Any, str]:
     result: dict[Any, str] = {}
     for name in ordered:
         place = _PLACES.get(name, len(choices))
+        # Two names of one place may meet in a figure: the first one keeps it.
         if place < len(choices) and choices[place] not in result.values():
             result[name] = choices[place]
     free = cycle([one for one in choices if one not in result.values()] or choices)

@@ -63,6 +63,7 @@ class Executor:
         for same_ranks in by_ranks(points):
             while same_ranks:
                 same_ranks = self._skip(same_ranks)
+                # Ranks of a torchrun job measure what rank 0 has chosen.
                 broadcast_from_first_rank([point.id for point in same_ranks])
                 if not same_ranks:
                     break

@@ -72,6 +72,7 @@ def measure(
         )
         if job_rank() > 0:
             run_as_worker_rank(study, [] if unavailable else points, plugins)
+        # Only now: what can be refused must be refused before there is a file.
         with RunWriter.create(folder, header) as writer:
             on_start(writer.path)
             for point in points if unavailable else ():
@@ -81,6 +82,7 @@ def measure(
                 if config.budget_s is not None:
                     slowdown = slowdown_by_others()
                     expected = expected_seconds(study, points, describe_machine())
+                    # Other programs take their share of the cores while it measures, too.
                     expected = {id: slowdown * seconds for id, seconds in expected.items()}
                     executor.budget = Budget(config.budget_s, expected)
                 executor.measure(points)

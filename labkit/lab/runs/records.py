@@ -139,7 +139,10 @@ class RunWriter:
                 path = directory / f"{stem}{suffix}.jsonl"
                 with suppress(FileExistsError):
                     descriptor = os.open(
-                        path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644
+                        # O_EXCL: two processes that start in one second never share a file.
+                        path,
+                        os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND,
+                        0o644,
                     )
                     break
         writer = cls(path, descriptor)
@@ -205,6 +208,7 @@ class RunWriter:
         self.close()
 
     def _append(self, record: BaseModel) -> None:
+        # Without defaults, which would be most of a row's line; the header is to be complete.
         values = record.model_dump(exclude_unset=not isinstance(record, RunHeader))
         line = (
             json.dumps(values, separators=(",", ":"), default=datetime.isoformat).encode() + b"\n"

@@ -83,6 +83,7 @@ class Run:
                     ends[record.point] = record
                 case Resumption():  # points that had not ended are measured again
                     resumptions.append(record)
+                    # What was measured of them before the interruption is of other processes.
                     rows = {point: measured for point, measured in rows.items() if point in ends}
         return cls(
             path,
@@ -221,6 +222,7 @@ class Run:
 def newest_runs(*folders: Path) -> Iterator[Run]:
     """Yield the runs in these folders that can be read, newest first."""
     paths = (path for folder in folders for path in folder.glob("*.jsonl"))
+    # Names begin with the time of the start; files of a copy have other times.
     for path in sorted(paths, key=lambda path: path.name, reverse=True):
         with suppress(RunFileError):
             yield Run.load(path)

@@ -168,6 +168,7 @@ def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict
     # One rounding per addition and one for the division, each at most eps/2 of the largest partial
     # sum; doubled.
     limit = (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps
+    # Rounding hides a missing part of small numbers; whole numbers show it.
     wrong = first_wrong(partial(reduce, op="sum"), tensor) or describe_error(error, limit)
     return {"error": error, **status_columns(wrong)}
 

@@ -170,6 +170,7 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     if checkpoints is not None:
         path = checkpoints / point.id / "checkpoint.pt"
     done, rows = _resume(point, trainers, load_checkpoint(path))
+    # A resumed training has them in its checkpoint.
     if not rows and point.has_memory:
         rows = [_peak_memory(name, recipe, data, point.seed) for name in trainers]
     yield from rows
@@ -215,6 +216,7 @@ def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict
         dist.barrier()
         train_epoch = partial(trainer.epoch, *data.training, seed, epoch)
         (total, n_images), epoch_s = time_once(train_epoch, trainer.recipe.device)
+        # With the number of images: ranks may have unequal shares of the last batch.
         sums = torch.stack([total, torch.tensor(n_images).to(total)])
         dist.all_reduce(sums)
         loss, accuracy = trainer.validate(*data.validation, data.validated)

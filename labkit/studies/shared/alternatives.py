@@ -96,6 +96,7 @@ def time_guarded(
                 raise
             failed[failing] = describe_failure(error, device)
             current_alternative.end()
+            # All others begin again: samples of a round without one of them do not compare.
             del running[failing]
     current_alternative.end()
     return samples, failed
@@ -227,5 +228,6 @@ def _do_all_ranks_raise(call_id: str) -> bool:
     n_raised = store.add(key, 1)
     while n_raised < dist.get_world_size() and time.monotonic() < deadline:
         time.sleep(0.01)
+        # Adding 0 reads a counter.
         n_raised = store.add(key, 0)
     return n_raised >= dist.get_world_size()

@@ -28,6 +28,7 @@ def save_checkpoint(path: Path | None, state: Any) -> None:
         with partial.open("wb") as file:
             torch.save(state, file)
             file.flush()
+            # Before the rename: after a power cut the name must not stand for an empty file.
             os.fsync(file.fileno())
         partial.replace(path)
     dist.barrier()
@@ -38,6 +39,7 @@ def load_checkpoint(path: Path | None) -> Any | None:
     content = b""
     if path is not None and dist.get_rank() == 0 and path.exists():
         content = path.read_bytes()
+    # Only rank 0 reads: hosts may have no file system in common.
     length = gather_json(len(content))[0]
     if not length:
         return None

@@ -143,6 +143,7 @@ def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int
     starts: list[list[int]] = [[] for _ in parameters]
 
     def replace_gradient(index: int, gradient: Tensor) -> Tensor:
+        # Parameters begin at other places of the sequence, so that one in another's place is wrong.
         start = begins[index] + 7 * len(starts[index])
         starts[index].append(start)
         numbers = torch.empty_like(gradient, memory_format=torch.contiguous_format)
@@ -236,6 +237,7 @@ def train_in_one_process(
     for _ in range(STEPS):
         optimizer.zero_grad()
         for workload in workloads:
+            # One by one: the batches of all ranks together may not fit in memory.
             (workload.loss(model) / len(workloads)).backward()
         optimizer.step()
     slopes = {
@@ -246,6 +248,7 @@ def train_in_one_process(
     expected = _copy_parameters(model)
     changes = {name: largest(value - start[name]) for name, value in expected.items()}
     flat = ROUNDING * max(slopes.values(), default=0.0)
+    # AdamW turns a gradient that is rounding into a full step of any sign.
     scales = dict(changes)
     for name, slope in slopes.items():
         if 0 < slope <= flat:

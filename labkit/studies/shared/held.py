@@ -38,5 +38,6 @@ def _storage_bytes(leaves: Iterable[Any]) -> int:
         if isinstance(leaf, Tensor):
             local = leaf.to_local() if is_distributed(leaf) else leaf
             storage = local.untyped_storage()
+            # By storage: a bucket has many gradients, and counts once.
             n_bytes[storage._cdata] = storage.nbytes()
     return sum(n_bytes.values())
