@@ -28,11 +28,11 @@ from labkit.studies import load_lab
 MANY_BUSY = 0.1
 """Share of busy points from which a run is flagged."""
 MIN_CLASS = 4
-"""Students from which one can be unlike the others."""
+"""Students from which one can be unlike the others, and what all have in common the teacher's."""
 MAY_DIFFER = ("seed", "timeout_s", "device", "implementations", "algorithms", "alternatives")
 """Parameters that may differ in a class, among them the lists with a student's own name."""
-MIN_COPIED_LINES = 3
-"""Shorter cells may be alike without having been copied."""
+MIN_COPIED_LINES = 4
+"""Fewer lines of a cell may be alike without having been copied."""
 NOTHING = "nothing"
 
 
@@ -106,8 +106,9 @@ def grade_class(hand_ins: Sequence[HandIn]) -> list[Student]:
     for lab in labs:
         _grade_lab(load_lab(lab), students)
         _flag_outliers(load_lab(lab), students)
-    _read_work(students, list(labs))
-    _flag_copies(students)
+    given = _given_cells(students, list(labs))
+    _read_work(students, given)
+    _flag_copies(students, given)
     for student in students:
         student.flags.sort(key=lambda flag: flag.severity)
     return sorted(students, key=lambda one: (one.severity, one.name.casefold()))
@@ -236,15 +237,24 @@ def _values(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if name not in MAY_DIFFER}
 
 
-def _read_work(students: Sequence[Student], labs: Sequence[str]) -> None:
-    """Find the cells that each student wrote: in neither the lab's notebook nor the class's."""
+def _given_cells(students: Sequence[Student], labs: Sequence[str]) -> set[str]:
+    """Return the cells that students found in their notebooks: the labs', and the teacher's."""
     given = set[str]()
     for lab in labs:
         original = nbformat.read(notebook_path(lab), as_version=4)
-        given.update(cell.source.strip() for cell in original.cells)
-        given.update(
-            cell.source.strip() for cell in student_notebook(original, load_lab(lab)).cells
-        )
+        for notebook in (original, student_notebook(original, load_lab(lab))):
+            given.update(cell.source.strip() for cell in notebook.cells)
+    if len(students) >= MIN_CLASS:
+        by_student = [
+            {text.strip() for cells in student.hand_in.notebooks.values() for _, text in cells}
+            for student in students
+        ]
+        given |= set.intersection(*by_student)
+    return given
+
+
+def _read_work(students: Sequence[Student], given: set[str]) -> None:
+    """Find the cells that each student wrote or changed."""
     for student in students:
         for file, cells in student.hand_in.notebooks.items():
             own = [
@@ -257,15 +267,18 @@ def _read_work(students: Sequence[Student], labs: Sequence[str]) -> None:
             student.flag(Severity.NOTHING, "no notebook")
 
 
-def _flag_copies(students: Sequence[Student]) -> None:
+def _flag_copies(students: Sequence[Student], given: set[str]) -> None:
     """Flag students with one run, or with the same code: who copied, no file says."""
+    # Two students who change the same parameter in a cell have not copied it.
+    given_lines = {line.strip() for text in given for line in text.splitlines()}
     groups = defaultdict[Any, list[Student]](list)
     for student in students:
         for lab, run in student.hand_in.runs.items():
             # The start has microseconds: two runs that share it are one.
             groups["run", lab, run.header.started, tuple(run.header.planned)].append(student)
         for text in {text.strip() for kind, text in student.work if kind == "code"}:
-            if text.count("\n") >= MIN_COPIED_LINES:
+            own_lines = [line for line in text.splitlines() if line.strip() not in given_lines]
+            if len(own_lines) >= MIN_COPIED_LINES:
                 groups["code", "", text, ()].append(student)
     for (what, lab, *_), alike in groups.items():
         same = f"{lab}: the same run" if what == "run" else "the same code"

@@ -84,10 +84,13 @@ def _record(home, *, minutes=0, own=None, wrong=False, busy=False, slower=1.0, *
     return path
 
 
-def _notebook(home, *own):
+def _notebook(home, *own, profile="quick"):
     """The student's notebook of the lab with these cells of code added."""
     original = nbformat.read(notebook_path("all_reduce"), as_version=4)
     notebook = student_notebook(original, ALL_REDUCE)
+    parameters = notebook.cells[1]
+    assert '"quick"' in parameters.source
+    parameters.source = parameters.source.replace('"quick"', f'"{profile}"')
     notebook.cells += [nbformat.v4.new_code_cell(text) for text in own]
     path = home / "all_reduce.ipynb"
     nbformat.write(notebook, path)
@@ -142,6 +145,19 @@ def test_a_teacher_grades_five_students_and_a_copy_from_one_page(home):
     words = ("José Núñez", "rank 1&#39;s input is missing", "line 7 of the cell", "# Cleo", "<text")
     assert all(word in html for word in words)
     assert "times torch" in html
+
+
+def test_what_a_teacher_has_added_or_asked_for_is_no_copy(home):
+    """A changed profile made every student of a class "a copy" of all others."""
+    for number, name in enumerate(("Ann", "Bo", "Cleo", "Dan", "Eve")):
+        own = [RING + "\n# by all", *([RING + f"  # {name}"] if name != "Eve" else [])]
+        _record(home, minutes=number)
+        notebook = _notebook(home, *own, profile="smoke")
+        write_hand_in(name, ["all_reduce"], home / "class", [notebook])
+    students = write_class_page(home / "class", home / "class.html").students
+    texts = {one.name: " ".join(flag.text for flag in one.flags) for one in students}
+    assert not any("copy" in text for text in texts.values())
+    assert [name for name, text in texts.items() if "untouched" in text] == ["Eve"]
 
 
 def test_without_a_check_the_run_grades(home):
