@@ -292,7 +292,7 @@ def test_the_slowest_line_is_named_with_its_time() -> None:
     with loop.turn():
         rows = {row["line"]: row for row in line_rows(loop, 10)}
     line = f"{Path(__file__).name}:{slow_loss.__code__.co_firstlineno + 1}"
-    assert max(rows, key=lambda name: rows[name]["share"]) == line
+    assert max(rows, key=lambda name: rows[name]["forward_share"]) == line
 
 
 def twice(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -70,7 +70,6 @@ def sdpa_gains(results: Results) -> pd.DataFrame:
     table = table.reindex(columns=["line", "shape", "ratio", "low", "high", "verdict"])
     ratios = table[["ratio", "high", "low"]].astype(float)
     table[list(LESS)] = 100 * (1 - ratios.to_numpy())
-    table["pays_after_steps"] = math.nan
     return table.sort_values("less_percent", ascending=False, ignore_index=True)
 
 
@@ -112,8 +111,8 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
         return estimate
     if row["verdict"] == "faster":
         text = f"{low}% less time" if low == high else f"{low} to {high}% less time"
-        if not math.isnan(row["pays_after_steps"]):
-            text += f"; pays after {row['pays_after_steps']:,.0f} steps"
+        if (pays_after := row.get("pays_after_steps", math.nan)) > 0:
+            text += f"; pays after {pays_after:,.0f} steps"
         return text
     if row["verdict"] == "slower":
         return f"{-high} to {-low}% more time"

@@ -23,7 +23,7 @@ from labkit.studies.shared.tables import WRAPPER_NAMES, in_order
 from labkit.studies.your_training.attention import BY_HAND
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.gains import CHANGE
-from labkit.studies.your_training.loop import BACKWARD, PARTS
+from labkit.studies.your_training.loop import BACKWARD, FORWARD, PARTS
 from labkit.studies.your_training.rank_tables import STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
@@ -77,8 +77,8 @@ def _expect_file(config: YourTrainingConfig, say: Say) -> None:
 
 def _example(results: Results) -> str | None:
     """Name the notebook's example; None for a setup of the reader's."""
-    is_example = (found(results)["is_example"] == True).any()  # noqa: E712 it may be missing
-    return "the example in the notebook's first cell" if is_example else None
+    examples = results.rows(["is_example"], kind="found", is_example=True)
+    return "the example in the notebook's first cell" if len(examples) else None
 
 
 PART = Metric("seconds", "part", (), where={"kind": "part"})
@@ -89,7 +89,7 @@ MAX_HOLDERS = 8
 
 FOUND = (
     *("model", "n_parameters", "dtype", "device", "batch_shape", "optimizer", "has_own_optimizer"),
-    *("batches", "loader_workers", "without_gradient", "flops", "is_example"),
+    *("batches", "loader_workers", "without_gradient", "flops"),
 )
 
 
@@ -116,11 +116,12 @@ def lines(results: Results) -> pd.DataFrame:
     operators per step. `unused_s`: of a line from which no gradient comes, with all that it calls.
     """
     columns = ["line", "seconds", "backward_s", "of_step_percent", "calls", "unused_s"]
-    rows = results.rows(["line", "share", "backward_share", "calls", "unused_share"], kind="line")
-    seconds = parts(results).set_index("part")["seconds"].reindex([BACKWARD, STEP])
+    shares = [f"{part}_share" for part in PARTS]
+    rows = results.rows(["line", *shares, "calls", "unused_share"], kind="line")
+    seconds = parts(results).set_index("part")["seconds"].reindex([*PARTS, STEP])
     rows["backward_s"] = rows["backward_share"] * seconds[BACKWARD]
-    rows["unused_s"] = rows["unused_share"] * seconds[STEP]
-    rows["seconds"] = rows["share"] * seconds[STEP] + rows["backward_s"]
+    rows["unused_s"] = rows["unused_share"] * seconds[FORWARD]
+    rows["seconds"] = rows[shares].astype(float).to_numpy() @ seconds[[*PARTS]].to_numpy()
     rows["of_step_percent"] = 100 * rows["seconds"] / seconds[STEP]
     is_large = rows[["seconds", "unused_s"]].max(axis=1) > MIN_LINE_SHARE * seconds[STEP]
     rows = rows.loc[is_large, columns].sort_values("seconds", ascending=False)
@@ -185,7 +186,7 @@ LAB = Lab(
             text="What does a step cost, and which part takes most of it?",
             table=parts,
             pick=lambda table: table[table["part"] != STEP]["seconds"].idxmax(),
-            says="{part} takes most of a step: {seconds}, {of_step_percent}%.",
+            says="The largest part of a step is {part}: {seconds}, {of_step_percent}%.",
             figure=Bars(source=lambda results: parts(results).iloc[:-1], x="part", y="seconds"),
         ),
         Report(
@@ -220,7 +221,7 @@ LAB = Lab(
             table=memory,
             pick=lambda table: table.index[0],
             verdict="counted",
-            says="Most of the peak is {holder}: {held_bytes} of {peak_bytes}.",
+            says="The largest is {holder}: {held_bytes} of {peak_bytes}.",
             figure=Bars(x="holder", y="held_bytes"),
         ),
         Report(
@@ -235,7 +236,7 @@ LAB = Lab(
             text="On several ranks, which wrapper or stage of ZeRO makes a step faster?",
             metric=STRATEGY,
             baseline=TORCH,
-            noun="strategy",
+            noun="wrapper",
             advice="On several ranks, train with {name}.",
             figure=Bars(x="strategy", y="ratio", panel="world_size"),
         ),

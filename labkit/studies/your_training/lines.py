@@ -1,7 +1,8 @@
 """The lines of the reader's code that a training step waits for.
 
-Data set, forward and loss: a thread looks at the stack of the training every millisecond, as a
-sampling profiler does. The innermost line that is neither labkit's nor installed gets the sample.
+Data set, forward, loss and optimizer: a thread looks at the stack of the training every
+millisecond, as a sampling profiler does. The innermost line that is neither labkit's nor installed
+gets the sample.
 Backward runs no line of the reader's: each operator is timed, and belongs to the line of the
 forward pass that it differentiates.
 """
@@ -21,17 +22,19 @@ import torch
 from torch import Tensor
 
 from labkit.lab.user_lines import user_file
-from labkit.studies.your_training.loop import Loop
+from labkit.studies.your_training.loop import FORWARD, INPUT, OPTIMIZER, Loop
 from labkit.torch_private import TorchDispatchMode, current_autograd_node
 
 INTERVAL_S = 0.001
 CLOCKED_PASSES = 3
 """Passes whose operators are timed: a single one may wait for memory or for other programs."""
+SAMPLED_PARTS = (INPUT, FORWARD, OPTIMIZER)
 UNUSED_SHARE = 0.9
 """Share of a line's operators, by time, without a path to the loss.
 
 A line above it computes nothing that trains.
 """
+Seconds = defaultdict[tuple[str, str], float]
 _autograd: Any = torch.autograd  # its sequence numbers are not in its types
 
 
@@ -42,10 +45,16 @@ class StackSamples:
     Samples are rare while operators keep all cores busy, so their number would say too little.
     """
 
-    innermost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By the line that runs, "train.py:31"; "" if no line of the reader's is on the stack."""
-    outermost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    innermost: Seconds = field(default_factory=lambda: defaultdict(float))
+    """By the part of a step and the line that runs, "train.py:31"; "" without one of the
+    reader's."""
+    outermost: Seconds = field(default_factory=lambda: defaultdict(float))
     """By the line of the loss or data set through which labkit's loop came to it."""
+
+    def share(self, seconds: Seconds, part: str, line: str) -> float:
+        """Share of a part's samples that a line has."""
+        total = sum(one for (of_part, _), one in self.innermost.items() if of_part == part)
+        return seconds[part, line] / total if total else 0.0
 
 
 def user_lines(frame: FrameType | None) -> list[str]:
@@ -59,8 +68,8 @@ def user_lines(frame: FrameType | None) -> list[str]:
 
 
 @contextmanager
-def sampled_stacks() -> Iterator[StackSamples]:
-    """Look at the stack of the calling thread every `INTERVAL_S` during the block."""
+def sampled_stacks(loop: Loop) -> Iterator[StackSamples]:
+    """Look at the stack of the thread, which runs a loop, every `INTERVAL_S` during the block."""
     samples = StackSamples()
     watched = threading.get_ident()
     is_over = threading.Event()
@@ -70,8 +79,8 @@ def sampled_stacks() -> Iterator[StackSamples]:
         while not is_over.wait(INTERVAL_S):
             lines = user_lines(sys._current_frames().get(watched))
             now = time.perf_counter()
-            samples.innermost[lines[0]] += now - last
-            samples.outermost[lines[-1]] += now - last
+            samples.innermost[loop.part, lines[0]] += now - last
+            samples.outermost[loop.part, lines[-1]] += now - last
             last = now
 
     # A thread in Python code hands the interpreter over every 5 ms: too rarely for samples.
@@ -160,16 +169,16 @@ def nodes_below(loss: Tensor) -> set[int]:
 def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
     """Run some steps of a loop in its turn; yield a row per line of the reader's.
 
-    `share`: of a step's time at which the line runs, without what other lines of the reader's do
-    for it. `backward_share`: of the backward pass, by its operators. `calls`: operators per step.
-    `unused_share`: of a step, by a line of the loss with all that it calls, if nothing of it
-    reaches the loss. Shares, and not seconds: looking at a training slows it down.
+    `input_share`, `forward_share` and `optimizer_share`: of the part's time at which the line runs,
+    without what other lines of the reader's do for it. `backward_share`: of the backward pass, by
+    its operators. `calls`: operators per step. `unused_share`: of the forward pass, by a line of
+    the loss with all that it calls, if nothing of it reaches the loss.
+
+    Shares of parts, and not seconds: looking at a training slows it down, and some parts more.
     """
-    start = time.perf_counter()
-    with sampled_stacks() as samples:
+    with sampled_stacks(loop) as samples:
         for _ in range(n_steps):
             loop.step()
-    sampled_s = time.perf_counter() - start
     reached: set[int] = set()
     clock = OperatorClock()
     for _ in range(CLOCKED_PASSES):
@@ -180,11 +189,15 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
         loop.training.optimizer.zero_grad()
     backward_s = sum(clock.backward_s.values()) or 1.0
     unused = clock.unused_lines(reached)
-    for line in {*samples.innermost, *clock.backward_s, *unused} - {""}:
-        yield {
-            "line": line,
-            "share": samples.innermost[line] / sampled_s,
-            "backward_share": clock.backward_s[line] / backward_s,
-            "calls": math.ceil(clock.calls[line] / CLOCKED_PASSES),
-            "unused_share": samples.outermost[line] / sampled_s if line in unused else 0.0,
+    sampled = {line for _, line in samples.innermost}
+    for line in {*sampled, *clock.backward_s, *unused} - {""}:
+        row: dict[str, Any] = {
+            f"{part}_share": samples.share(samples.innermost, part, line) for part in SAMPLED_PARTS
         }
+        row["line"] = line
+        row["backward_share"] = clock.backward_s[line] / backward_s
+        row["calls"] = math.ceil(clock.calls[line] / CLOCKED_PASSES)
+        row["unused_share"] = 0.0
+        if line in unused:
+            row["unused_share"] = samples.share(samples.outermost, FORWARD, line)
+        yield row

@@ -34,6 +34,8 @@ class Loop:
     """Around forward pass and loss: autocast."""
     turn_contexts: list[Context] = field(default_factory=list)
     """Around a whole turn: settings of the process, such as its number of threads."""
+    part: str = ""
+    """The part of a step that runs."""
     _batches: Iterator[Any] | None = None
     _batch: Any = None
     _loss: Tensor | None = None
@@ -85,6 +87,7 @@ class Loop:
     def take_batch(self) -> Any:
         """Wait for the next batch; return it."""
         assert self._batches is not None, "a batch is taken in a turn"
+        self.part = INPUT
         with errors_in_one_line("taking a batch"):
             self._batch = next(self._batches)
         return self._batch
@@ -95,6 +98,7 @@ class Loop:
 
     def forward(self) -> Tensor:
         """Run the forward pass and the loss on the batch; return the loss."""
+        self.part = FORWARD
         with errors_in_one_line("the forward pass"), self.forward_context():
             self._loss = self.training.loss(self.call, self._batch)
         return self._loss
@@ -102,12 +106,14 @@ class Loop:
     def backward(self) -> None:
         """Run the backward pass."""
         assert self._loss is not None, "forward comes first"
+        self.part = BACKWARD
         with errors_in_one_line("the backward pass"):
             self._loss.backward()
         self._loss = None
 
     def update(self) -> None:
         """Update the parameters and drop the gradients."""
+        self.part = OPTIMIZER
         with errors_in_one_line("the optimizer's step"):
             self.training.optimizer.step()
             self.training.optimizer.zero_grad()
