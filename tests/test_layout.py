@@ -65,7 +65,10 @@ def _imports(path):
 def _imported(tree):
     for node in ast.walk(tree):
         # import_module("labkit.parallel.ranks.worker") hides an import from its readers
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        if isinstance(node, ast.Call) and "import_module" in (
+            getattr(node.func, "attr", ""),
+            getattr(node.func, "id", ""),
+        ):
             names = [one.value for one in node.args if isinstance(one, ast.Constant)]
             yield from (name for name in names if name.startswith("labkit"))
         if isinstance(node, ast.Import):

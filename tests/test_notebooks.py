@@ -1,8 +1,8 @@
 """Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
 
-Every lab is executed once, at profile `smoke`; in `make test` some are, and two draw their recorded
-runs. The tests look at what that left. `tests/rehearsal/test_tries.py` runs the cells of all labs,
-and tests/studies their workers.
+Every lab is executed once, at profile `smoke`; in `make test` two are, and four draw their
+recorded runs. The tests look at what that left. `tests/rehearsal/test_tries.py` runs the cells of
+all labs, and tests/studies their workers.
 """
 
 import base64
@@ -39,8 +39,8 @@ from tests.lab.test_labs import check_headline
 
 TOUR = notebooks_directory() / "00_start_here.ipynb"
 # Labs that `make test` measures, or draws.
-MEASURED = ("limits", "precision", "all_reduce", "sync_batchnorm")
-DRAWN = ("memory", "data_parallel")
+MEASURED = ("precision", "all_reduce")
+DRAWN = ("limits", "sync_batchnorm", "memory", "data_parallel")
 # All but the tuned step, which has a table.
 WITH_FIGURES = [lab for lab in LABS if any(question.figure for question in load_lab(lab).questions)]
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser

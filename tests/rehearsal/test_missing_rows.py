@@ -63,7 +63,8 @@ def test_a_page_without_some_rows_of_its_points(lab, column, value):
 
 
 @pytest.mark.parametrize(
-    ("lab", "seed"), thinned(product(LABS, range(4)), lambda lab, seed: not seed)
+    ("lab", "seed"),
+    thinned(product(LABS, range(4)), lambda lab, seed: not seed and lab in LABS[::2]),
 )
 def test_a_page_of_few_points(lab, seed):
     """As in a report that had no time for the others."""
