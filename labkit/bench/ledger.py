@@ -120,7 +120,7 @@ class AllocationLedger(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage, operator: str, line: str) -> None:
-        # Storages, since views share them; by address, since they cannot be hashed.
+        # Storages, since views share them.
         key = storage._cdata
         n_bytes = storage.nbytes()
         if key in self._alive or not n_bytes:

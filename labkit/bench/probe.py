@@ -71,6 +71,5 @@ def _ping_pong(rank: int, numel: int, round_trips: int) -> float:
         if rank == 1:
             dist.send(message, 0)
 
-    # The first messages connect the ranks and warm up their threads.
     timeit.timeit(make_trip, number=5)
     return timeit.timeit(make_trip, number=round_trips) / round_trips

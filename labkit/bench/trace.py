@@ -161,5 +161,5 @@ def _self_times(events: list[Event]) -> list[float]:
         if stack and event["cat"] in HOST:
             own[stack[-1]] -= event["dur"]
         stack.append(i)
-    # Times are rounded to nanoseconds, so what is inside may add up to a little more.
+    # Times are rounded, so what is inside may add up to a little more.
     return [max(0.0, value) for value in own]

@@ -42,7 +42,6 @@ def launch(
     or dK and dV, of q, k, v, dO, the logsumexp and delta. With `compile_only` nothing runs.
     """
     q, k, v = inputs[:3]
-    # Not zeros: the kernels write every element, and add to none.
     results = [torch.empty_like(q)]  # the output, or dQ
     if name == "grad_kv":
         results = [torch.empty_like(k), torch.empty_like(v)]

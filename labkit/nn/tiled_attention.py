@@ -69,7 +69,6 @@ def tiled_forward(
     q, k, v, output = map(_flatten, (q, k, v, whole_output))  # (B, Q, D), (B / group, K, D)
     logsumexp = whole_logsumexp.view(q.shape[:2])
     side = tile_side(q)
-    # One buffer for all tiles: new memory for each would leave the cache.
     scores_buffer = torch.empty(len(q) * side * side, dtype=dtype, device=q.device)
 
     # Autocast would round the tiles, which are summed up in a wider dtype.

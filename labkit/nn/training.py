@@ -81,7 +81,6 @@ class Trainer:
         assert self._loss is not None, "forward comes first"
         with record_function(BACKWARD):
             self._loss.backward()
-        # The graph goes before the collectives below, which need memory of their own.
         self._loss = None
         if self._finish is not None:
             with record_function(FINISH), self.waiting():
@@ -91,7 +90,6 @@ class Trainer:
         """Update the parameters, then drop the gradients."""
         with record_function(OPTIMIZER):
             self.optimizer.step()
-            # Within the phase: gradients that stay would count as memory of the next forward pass.
             self.optimizer.zero_grad()
 
     @property

@@ -169,7 +169,7 @@ def _checksum(description: Mapping[str, str]) -> int:
     """Return a number of 56 bits, the same in every process (unlike `hash`)."""
     # In order: ranks with the same names in another order would send other tensors.
     text = json.dumps([*description.items()])
-    # Seven bytes, since the eighth would not fit the sign of an int64.
+    # Seven bytes: eight may not fit an int64, which has a sign.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 

@@ -128,7 +128,6 @@ def reduce_scatter_round(
     p = call.world_size
     r = call.rank
     transfers = []
-    # r+1 first: if all sent to rank 0 first, that rank would be busy while the others wait.
     for s in range(1, p):
         # This rank's own part is added with the first message: `result` may hold anything before.
         total = shards[r] if s == 1 else result

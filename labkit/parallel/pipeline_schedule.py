@@ -83,7 +83,6 @@ def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: i
         # Ranks behind this one: its first backward pass waits for theirs.
         n_first = ranks - 1 - rank
     else:
-        # Twice as many, since a micro-batch comes by once per stage (Narayanan et al. 2021).
         n_first = 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1])
     n_first = min(n_first, len(forward))
     # Not strict: the last backward passes have no forward pass left to take turns with.

@@ -48,7 +48,7 @@ class AllReduce(Protocol):
 
 def make_all_reduce(algorithm: Algorithm) -> AllReduce:
     """Make an all-reduce of an algorithm, a function `<name>_all_reduce(vector, call, divisor)`."""
-    # Ranks compare the name by a checksum: two that run other algorithms raise, and do not hang.
+    # Part of the checksum by which ranks that run other algorithms raise, through shared memory.
     names = ("all_reduce", algorithm.__name__.removesuffix("_all_reduce"))
 
     def all_reduce(

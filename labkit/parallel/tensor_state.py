@@ -20,7 +20,6 @@ from labkit.parallel.tensor_plan import named_tensors
 PREFIX = "module."
 
 
-# A mesh makes groups of its own, and each one holds connections until the process ends.
 @cache
 def _make_mesh(group: dist.ProcessGroup, device: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh  # torch's DTensor takes half a second

@@ -102,7 +102,6 @@ def rank(request: Request) -> Ranking:
     nearest = int(away.argmin())
     if reason := predictions.refusal_reason(nearest):
         raise ValueError(reason)
-    # Far from measured runs, errors are larger: a layout must then be faster by more.
     preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
     is_candidate = predictions.may_fit & (away <= MAX_DISTANCE)
     order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]

@@ -216,7 +216,6 @@ def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict
         dist.barrier()
         train_epoch = partial(trainer.epoch, *data.training, seed, epoch)
         (total, n_images), epoch_s = time_once(train_epoch, trainer.recipe.device)
-        # With the number of images: ranks may have unequal shares of the last batch.
         sums = torch.stack([total, torch.tensor(n_images).to(total)])
         dist.all_reduce(sums)
         loss, accuracy = trainer.validate(*data.validation, data.validated)

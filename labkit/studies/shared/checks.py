@@ -237,7 +237,6 @@ def train_in_one_process(
     for _ in range(STEPS):
         optimizer.zero_grad()
         for workload in workloads:
-            # One by one: the batches of all ranks together may not fit in memory.
             (workload.loss(model) / len(workloads)).backward()
         optimizer.step()
     slopes = {
