@@ -131,9 +131,9 @@ def _grade_lab(lab: Lab, students: Sequence[Student]) -> None:
         try:
             if run is not None:
                 student.answers[lab.name] = lab.answers(run.results())
-                for flag in _run_flags(lab, run, usual):
-                    student.flag(flag.severity, f"{lab.name}: {flag.text}")
             grade = _grade(lab, run, check, student.answers.get(lab.name, {}))
+            for flag in _run_flags(lab, run, usual, grade):
+                student.flag(flag.severity, f"{lab.name}: {flag.text}")
         except Exception as error:  # rows that were edited: the page shows the others
             student.flag(Severity.UNREADABLE, f"{lab.name}: cannot be read: {error}")
             continue
@@ -188,15 +188,21 @@ def _typical_ratio(lab: Lab, own: Sequence[str], answers: Mapping[str, Answer]) 
     return ""
 
 
-def _run_flags(lab: Lab, run: Run, usual: Mapping[str, str]) -> Iterator[Flag]:
-    """Yield what a teacher should look at: other parameters, wrong results, load, the clock."""
+def _run_flags(lab: Lab, run: Run | None, usual: Mapping[str, str], grade: Grade) -> Iterator[Flag]:
+    """Yield what a teacher should look at: other parameters, wrong results, load, the clock.
+
+    `grade`: what is flagged already.
+    """
+    if run is None:
+        return
     different = {name: value for name, value in _values(run).items() if value != usual[name]}
     if "profile" in different:  # with which all parameters differ
         different = {"profile": different["profile"]}
     for name, value in different.items():
         yield Flag(Severity.PARAMETERS, f"{name} {value}, the others {usual[name]}")
     for one in verdicts(lab, run):
-        if one.is_bad:
+        is_graded = one.name in run.header.user_alternatives and _word(one) == grade.verdict
+        if one.is_bad and not is_graded:
             yield Flag(Severity.CODE, f"{_word(one)} ({one.title}): {one.reason}")
     if run.pending:
         yield Flag(Severity.NOTHING, f"interrupted before {counted(len(run.pending), 'point')}")

@@ -192,7 +192,8 @@ def describe_calls(calls: Iterable[Calls]) -> list[str]:
     operators = sorted({name for one in rows for name in one.operators})
     if operators:
         return [f"torch's {', '.join(operators)} does the work"]
-    busiest = max(rows, key=lambda one: sum(one.calls.values()), default=None)
+    # Among ranks with equally many by bytes: which one reports first is chance.
+    busiest = max(rows, key=lambda one: (sum(one.calls.values()), one.n_bytes), default=None)
     if busiest is None or not busiest.calls or not busiest.passes:
         return []
     counts = ", ".join(f"{n / busiest.passes:g} x {kind}" for kind, n in busiest.calls.items())
