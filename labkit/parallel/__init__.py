@@ -1,7 +1,7 @@
 """Training on several ranks: collectives, wrappers, sharding, and parallelism over tensors, layers
 and sequences.
 
-``collectives``    all-reduce by five algorithms, reduce-scatter, all-gather
+``collectives``    all-reduce by several algorithms, reduce-scatter, all-gather
 ``transport``      how ranks exchange memory: shared memory, gloo, NCCL
 ``exchange``       whole tensors from one rank to another
 ``data_parallel``  wrappers that average gradients

@@ -1,4 +1,4 @@
-"""Collectives between ranks: all-reduce by five algorithms, reduce-scatter, and all-gather.
+"""Collectives between ranks: all-reduce by several algorithms, reduce-scatter, and all-gather.
 
 Every rank of a group calls `all_reduce` with a tensor of one shape; afterwards every rank's tensor
 holds the sum or the mean, bitwise the same everywhere: each element is computed once and copied, or
