@@ -87,7 +87,7 @@ def try_training(
         run = measure(
             lab.LAB, config, profile="quick", on_progress=on_progress, on_output=err.print
         )
-    if reason := refusal(run):
+    if reason := run.results().refusal:
         raise ParameterError(reason)
     change = None if save or run.is_busy else compare_with_baseline(run)
     summary.finish(run)
@@ -123,12 +123,6 @@ def _arguments(assignments: list[str], batch: str | None) -> dict[str, Any]:
     for name, several in swept.items():
         values |= {"argument": name, "values": list(several)}
     return values
-
-
-def refusal(run: "Run") -> str | None:
-    """What is wrong with the setup, or None."""
-    rows = run.results().rows(["reason"], sweep="step", status="refused")
-    return None if rows.empty else str(rows["reason"].iloc[0])
 
 
 def numbers(run: "Run", change: "TrainingChange | None") -> Iterator[dict[str, Any]]:

@@ -165,6 +165,9 @@ def _print_ranks(console: Any, run: "Run") -> None:
     from labkit.studies.your_training.rank_tables import lateness, scaling
 
     results = run.results()
+    refused = results.rows(["reason", "strategy"], sweep="ranks", status="refused")
+    for reason in refused[refused["strategy"].isna()]["reason"].unique():
+        console.print(f"ranks    not measured: {reason}")
     rows = []
     for row in scaling(results).to_dict("records"):
         exposed = "nothing exposed"

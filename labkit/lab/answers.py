@@ -106,7 +106,9 @@ class Question:
         answer = self.find(results)
         if answer is None:
             reason = self.without_rows
-            if self.needs_calibration and results.calibration is None:
+            if results.refusal:
+                reason = results.refusal
+            elif self.needs_calibration and results.calibration is None:
                 reason = NO_CALIBRATION
             elif results.missing:
                 # Points that failed, or had no time, may be those that it needs: the notes say why.

@@ -34,6 +34,18 @@ class Results:
     names: Mapping[Any, str] = field(default_factory=dict)
     """Columns of alternatives and their names in sentences, as the lab declares them."""
 
+    @property
+    def refusal(self) -> str | None:
+        """Why a run measured nothing at all, if its points say so; None if it measured something.
+
+        Such as a reader's setup that is wrong: the points end well, and all they have is a reason.
+        """
+        rows = self.frame.reindex(columns=["status", "reason"])
+        refused = rows[rows["status"] == "refused"]
+        if refused.empty or rows["status"].fillna("ok").eq("ok").any():
+            return None
+        return str(refused["reason"].iloc[0])
+
     def rows(self, columns: Sequence[str], **where: Any) -> pd.DataFrame:
         """Return columns of the rows with these values; a column that the frame lacks is empty."""
         rows = self.frame.reindex(columns=list(dict.fromkeys([*columns, *where])))

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from labkit.lab.metric import Results
 from labkit.lab.project import notebook_path
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES
-from labkit.studies.your_training.lab import is_example
+from labkit.studies.your_training.lab import LAB, is_example
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import SetupError, build, check_first_step, load_setup
@@ -115,6 +117,8 @@ def test_two_optimizers_are_refused() -> None:
     (row,) = rows_of("gan", sweep="step")
     assert row["status"] == "refused"
     assert "one torch optimizer" in row["reason"]
+    answers = LAB.answers(Results(pd.DataFrame([row])))
+    assert {answer.reason for answer in answers.values()} == {row["reason"]}
 
 
 def linear(batches: Any = None, loss: Any = None, **more: Any) -> tuple[Any, ...]:
