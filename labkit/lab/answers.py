@@ -101,8 +101,7 @@ class Question:
             raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
 
     def answer(self, results: Results) -> Answer:
-        """Answer from the results of a run; "not measured", with reasons, if they have no rows for
-        it."""
+        """Answer from the results of a run; "not measured", with reasons, without rows for it."""
         answer = self.find(results)
         if answer is None:
             reason = self.without_rows
@@ -114,8 +113,7 @@ class Question:
                 # Points that failed, or had no time, may be those that it needs: the notes say why.
                 reason = NO_ROWS
             return Answer(verdict="not measured", reason=reason, notes=results.missing)
-        # Other programs change ratios, too: of seven, three quiet ones lay outside of the intervals
-        # of a busy run.
+        # Other programs change ratios: of 7, 3 quiet ones lay outside a busy run's intervals.
         return replace(answer, advice=None) if results.is_busy else answer
 
     def find(self, results: Results) -> Answer | None:
