@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from labkit.__main__ import app
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check.trainings import compare_with_baseline, load_trainings, save_training
-from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
+from tests.rehearsal.pages import recorded
 
 DRIFT = 0.01
 
@@ -23,8 +23,7 @@ def _home(monkeypatch, tmp_path):
 
 def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None, cores=1.0):
     """The recorded run as another day would have it: each part a little faster or slower."""
-    (path,) = (recorded_directory() / "your_training").glob("*.jsonl")
-    run = Run.load(path)
+    run = recorded("your_training")
     rng = np.random.default_rng(number)
     rows = []
     for row in run.rows:
@@ -49,7 +48,7 @@ def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None, co
     written = Path(tmp_path) / f"run-{number:03}.jsonl"
     lines = [header, *rows, *run.ends.values()]
     written.write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
-    return Run.load(written)
+    return Run(written, header, rows, run.ends)
 
 
 def test_an_unchanged_training_is_rarely_said_to_have_changed(tmp_path):

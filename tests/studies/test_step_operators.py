@@ -41,13 +41,12 @@ def test_the_lab_predicts_a_row_from_the_operators_of_its_own_step(monkeypatch: 
     }
     calibration = made_up()
     rates = calibration.rates_on("cpu")
+    operators = list_operators(SIZES["nano"], 2, 16, "float32", "cpu")
+    others = list_operators(SIZES["nano"], 16, 2)
     for phase in ("forward", "step"):
         predicted = lab._predict(row | {"phase": phase}, SimpleNamespace(calibration=calibration))
-        operators = list_operators(SIZES["nano"], 2, 16, "float32", "cpu")
         assert predicted == predict_seconds(rates, operators, lab.PHASES[phase])
-        assert predicted != predict_seconds(
-            rates, list_operators(SIZES["nano"], 16, 2), lab.PHASES[phase]
-        )
+        assert predicted != predict_seconds(rates, others, lab.PHASES[phase])
 
 
 def test_phases_first_steps_and_operators_of_a_step_are_timed():
