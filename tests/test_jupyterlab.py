@@ -13,6 +13,8 @@ from labkit.lab.pages.record import RUN_MIME
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.machine.description import describe_machine
+from labkit.studies import load_lab
+from labkit.studies.your_training.lab import found
 from tests.jupyterlab import Notebook, Server, until
 
 pytestmark = [
@@ -178,3 +180,30 @@ def test_a_ring_of_ones_own_first_with_a_bug(server, notebook):
     assert "wrong" not in notebook.run(IN_THE_FIGURE)
     assert "mine" in notebook.points_drawn_below(IN_THE_FIGURE)
     assert server.ranks() == []
+
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def setup(batch=4):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    return model, [torch.randn(batch, 8)], lambda model, x: model(x).square().mean()
+"""
+
+
+def test_a_model_typed_into_the_cell_is_measured_and_is_no_example(server, visit):
+    study = load_lab("your_training")
+    path = server.notebooks / notebook_path(study.name).name
+    with closing(Notebook(visit(server.url(path.name))[0], path)) as opened:
+        opened.write("profile =", f"{_parameters(path)}\nprofile = 'smoke'")
+        for changed in (False, True):
+            if changed:
+                opened.write("def setup(", MODEL)
+            opened.run_all()
+            run = _run_of(opened, server)
+            assert set(run.coverage()["status"]) == {"ok"}
+            assert (study.example(run.results()) is None) == changed
+        (row,) = found(run.results()).to_dict("records")
+        assert (row["n_parameters"], row["batch_shape"]) == (8 * 16 + 16 + 16 * 2 + 2, "4 x 8")

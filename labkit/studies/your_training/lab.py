@@ -175,7 +175,7 @@ LAB = Lab(
     alternatives=("change", "strategy", "attention"),
     names={
         YOURS: "your training",
-        BY_HAND: "attention by hand",
+        TOGETHER: "the combination",
         **WRAPPER_NAMES,
         **sharding_strategies.NAMES,
         **{name: change.title for name, change in CHANGES.items()},
