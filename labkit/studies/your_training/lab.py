@@ -20,7 +20,6 @@ from labkit.parallel.data_parallel import TORCH
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.shared import sharding_strategies
 from labkit.studies.shared.tables import WRAPPER_NAMES, in_order
-from labkit.studies.your_training.attention import BY_HAND
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.gains import CHANGE
 from labkit.studies.your_training.loop import BACKWARD, FORWARD, PARTS
