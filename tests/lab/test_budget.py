@@ -1,5 +1,6 @@
 """A run and a report within a time: which points are left out, and how labs share it."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from labkit.lab.runs.budget import (
     with_more_rounds,
 )
 from labkit.lab.runs.measure import measure
+from labkit.lab.runs.progress import Progress
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
 from labkit.studies.tuned_step.worker import COMPILE_S
@@ -80,9 +82,22 @@ def test_points_that_take_longer_than_expected_leave_less_time_for_the_others():
     assert not limit.has_time_for(second)
 
 
+def test_progress_says_how_much_time_is_left():
+    points = fake_points("a", "a", "a")
+    first, *others = (point.id for point in points)
+    limit = Budget(math.inf, {first: 10.0} | dict.fromkeys(others, 60.0))
+    assert limit.exclude(points) == set()
+    limit.count(points[0], 20.0)  # twice as long as expected
+    progress = Progress(1, 3, "b", 20.0, "run", limit.expected_left_s(others))
+    assert "about 4 min 0 s left" in progress.line()
+    assert "about 3 min 0 s left" in progress.line(waited_s=60)
+    assert "left" not in progress.line(waited_s=300)
+
+
 def test_a_run_with_a_budget_ends_all_its_points_and_says_which_are_left_out(tmp_path, monkeypatch):
     # however slow this machine is now
     monkeypatch.setattr("labkit.lab.runs.measure.slowdown_by_others", lambda: 1.0)
+    has_time_for = Budget.has_time_for
     monkeypatch.setattr(Budget, "has_time_for", lambda self, point: True)
     points = FAKE.plan(config := FakeConfig(actions=["fine"] * 4), describe_machine())
     expected = expected_seconds(FAKE, points, describe_machine())
@@ -102,6 +117,7 @@ def test_a_run_with_a_budget_ends_all_its_points_and_says_which_are_left_out(tmp
         FAKE, config.model_copy(update={"budget_s": 60.0}), profile="quick", directory=tmp_path
     )
     assert run.coverage()["status"].tolist() == ["skipped"] * 4
+    monkeypatch.setattr(Budget, "has_time_for", has_time_for)
     without = measure(FAKE, FakeConfig(actions=["fine"] * 4), profile="quick", directory=tmp_path)
     assert without.coverage()["status"].tolist() == ["ok"] * 4
 

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 
@@ -34,6 +34,7 @@ class Budget:
     """The time of one run, which its points use up; those that do not fit are left out."""
 
     seconds: float
+    """Infinite if the time is not limited."""
     expected: Mapping[str, float]
     """Seconds by point, from `expected_seconds`."""
     _start: float = field(default_factory=time.monotonic)
@@ -65,11 +66,16 @@ class Budget:
 
     def has_time_for(self, point: Point) -> bool:
         """Return whether a point fits, if points go on taking longer or shorter than expected."""
-        pace = 1.0
-        if self._expected_s > 0:
-            pace = self._measured_s / self._expected_s
         remaining_s = self._start + self.seconds - time.monotonic()
-        return pace * self.expected[point.id] <= remaining_s
+        return self._pace * self.expected[point.id] <= remaining_s
+
+    def expected_left_s(self, points: Iterable[str]) -> float:
+        """Return the seconds of the points with these ids, if they go on as those before."""
+        return self._pace * sum(self.expected[id] for id in points)
+
+    @property
+    def _pace(self) -> float:
+        return self._measured_s / self._expected_s if self._expected_s > 0 else 1.0
 
     @property
     def reason(self) -> str:

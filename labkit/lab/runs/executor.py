@@ -47,19 +47,21 @@ class Executor:
     on_output: OnOutput
     total: int
     """Points of the run, `done` of them before."""
+    budget: Budget
     done: int = 0
-    budget: Budget | None = None
     _start: float = field(default_factory=time.monotonic)
     _size_limits: dict[Any, tuple[float, str]] = field(default_factory=dict)
     """By series: the size from which points are skipped, and the reason."""
     _excluded: set[str] = field(default_factory=set)
     """Points that are left out for the budget, before anything is measured."""
+    _pending: dict[str, Point] = field(default_factory=dict)
+    """Points by id that are neither left out nor over."""
     _rows_s: list[float] = field(default_factory=list)
     """Time of each row of the current point, from the median: one stall makes no point too long."""
 
     def measure(self, points: list[Point]) -> None:
-        if self.budget is not None:
-            self._excluded = self.budget.exclude(points)
+        self._excluded = self.budget.exclude(points)
+        self._pending = {point.id: point for point in points if point.id not in self._excluded}
         for same_ranks in by_ranks(points):
             while same_ranks:
                 same_ranks = self._skip(same_ranks)
@@ -74,7 +76,9 @@ class Executor:
 
     def _show(self, text: str) -> None:
         elapsed_s = time.monotonic() - self._start
-        self.on_progress(Progress(self.done, self.total, text, elapsed_s, self.writer.path.stem))
+        left_s = self.budget.expected_left_s(self._pending)
+        run = self.writer.path.stem
+        self.on_progress(Progress(self.done, self.total, text, elapsed_s, run, left_s))
 
     def _skip(self, points: list[Point]) -> list[Point]:
         """Record points that cannot be measured here, with the reason; return the others."""
@@ -85,19 +89,18 @@ class Executor:
             limit, too_large = self._size_limits.get(series, (math.inf, ""))
             reason = point.skip_reason(machine) or (too_large if size >= limit else None)
             reason = reason or too_many_ranks_reason(point.world_size)
-            if reason is None and self.budget is not None and not self._fits(point):
+            if reason is None and not self._fits(point):
                 reason = self.budget.reason
             if reason is None:
                 remaining.append(point)
             else:
                 self.writer.end_point(point, "skipped", reason=reason)
+                self._pending.pop(point.id, None)
                 self.done += 1
         return remaining
 
     def _fits(self, point: Point) -> bool:
-        """Return whether the budget, if there is one, has time for a point."""
-        if self.budget is None:
-            return True
+        """Return whether the budget has time for a point."""
         return point.id not in self._excluded and self.budget.has_time_for(point)
 
     def _measure_group(self, points: list[Point]) -> int:
@@ -156,8 +159,8 @@ class Executor:
         )
         shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
         self.done += 1
-        if self.budget is not None:
-            self.budget.count(point, end.elapsed_s)
+        self._pending.pop(point.id, None)
+        self.budget.count(point, end.elapsed_s)
 
     def _limit_series(self, point: Point, end: PointEnd) -> bool:
         """Skip larger points of a series after one that ran out of memory or took far too long;

@@ -5,6 +5,7 @@ Under torchrun the first rank of the job makes the decisions and writes the run;
 help to measure.
 """
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -78,14 +79,15 @@ def measure(
             for point in points if unavailable else ():
                 writer.end_point(point, "skipped", reason=unavailable)
             if not unavailable:
-                executor = Executor(study, plugins, writer, on_progress, on_output, len(points))
+                expected = expected_seconds(study, points, describe_machine())
+                budget = Budget(math.inf, expected)
                 if config.budget_s is not None:
-                    slowdown = slowdown_by_others()
-                    expected = expected_seconds(study, points, describe_machine())
                     # Other programs take their share of the cores while it measures, too.
+                    slowdown = slowdown_by_others()
                     expected = {id: slowdown * seconds for id, seconds in expected.items()}
-                    executor.budget = Budget(config.budget_s, expected)
-                executor.measure(points)
+                    budget = Budget(config.budget_s, expected)
+                reports = on_progress, on_output
+                Executor(study, plugins, writer, *reports, len(points), budget).measure(points)
         return Run.load(writer.path)
 
 
@@ -125,9 +127,9 @@ def resume(
             if remaining:
                 writer.start_resumption(_command(), describe_machine().source)
             done = len(points) - len(remaining)
-            Executor(study, plugins, writer, on_progress, on_output, len(points), done).measure(
-                remaining
-            )
+            budget = Budget(math.inf, expected_seconds(study, remaining, describe_machine()))
+            reports = on_progress, on_output
+            Executor(study, plugins, writer, *reports, len(points), budget, done).measure(remaining)
         return Run.load(path)
 
 

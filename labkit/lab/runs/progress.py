@@ -27,13 +27,20 @@ class Progress:
     """Seconds since this process began to measure."""
     run: str | None = None
     """Name of the run, by which it can be resumed; None before it exists."""
+    left_s: float | None = None
+    """Expected seconds until the last point ends; None before it exists."""
 
     def line(self, waited_s: float = 0.0) -> str:
-        """Return the state `waited_s` later as one line: "3 of 9 points   61 s so far   ring"."""
-        elapsed = (
-            "" if self.run is None else f"{format_seconds(round(self.elapsed_s + waited_s))} so far"
-        )
-        return "   ".join(filter(None, (f"{self.done} of {self.total} points", elapsed, self.text)))
+        """Return the state `waited_s` later as one line.
+
+        As in "3 of 9 points   61 s so far   about 40 s left   ring".
+        """
+        parts = [f"{self.done} of {self.total} points"]
+        if self.run is not None:
+            parts.append(f"{format_seconds(round(self.elapsed_s + waited_s))} so far")
+        if self.left_s is not None and self.left_s > waited_s:
+            parts.append(f"about {format_seconds(round(self.left_s - waited_s))} left")
+        return "   ".join(filter(None, [*parts, self.text]))
 
 
 ShowProgress = Callable[[Progress], None]
