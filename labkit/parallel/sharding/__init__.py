@@ -7,10 +7,10 @@
 ``hooks``      what it puts into autograd's graph
 ``unit``       parameters that are communicated together: unshard, reshard, post_backward
 ``parameter``  one of them: sharded, unsharded, and their gradients
-``gather``     the messages: all-gather of rows, reduce-scatter of gradients
 ``partition``  which parameters belong to which unit
 ``penalty``    losses that are computed from shards
 ``sharded``    a rank's rows as DTensors, and in state dicts
+``gather``     the messages: all-gather of rows, reduce-scatter of gradients
 
 Calls go down this list, and never up. Classes are imported on first use: torch's DTensor takes half
 a second.
@@ -37,7 +37,10 @@ def __getattr__(name: str) -> Any:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return a wrapped model's whole parameters by the bare model's names. A collective."""
+    """Return a wrapped model's whole parameters by the bare model's names. A collective.
+
+    A wrapper of the user's may have a method `gather_full_parameters` for it.
+    """
     gather = getattr(model, "gather_full_parameters", None)
     if callable(gather):
         return dict(gather())

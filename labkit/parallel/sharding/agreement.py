@@ -36,7 +36,7 @@ class PassAgreement:
         }
         self._ignored = set(ignored)
 
-    def on_model(self) -> list[bool]:
+    def before_forward(self) -> list[bool]:
         """Begin a forward pass: return for each unit whether it is stale on any rank.
 
         A collective. ValueError, on all ranks, if one has replaced, moved or added parameters,
@@ -55,11 +55,11 @@ class PassAgreement:
 
         return self._agree("model", describe, [unit.is_stale for unit in self._units])
 
-    def on_evaluation(self) -> None:
-        """End a forward pass that no backward pass will follow. A collective."""
+    def after_evaluation(self) -> None:
+        """End a forward pass in which no module in training made a graph. A collective."""
         self._agree("end of evaluation", dict, [])
 
-    def on_gradients(self) -> tuple[list[Unit], list[list[bool]]]:
+    def after_backward(self) -> tuple[list[Unit], list[list[bool]]]:
         """End a backward pass: return what any rank has. A collective.
 
         First the units with gradients that are still to be reduced. Then, for each unit, which of

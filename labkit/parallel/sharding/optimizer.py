@@ -151,19 +151,20 @@ class ShardedOptimizer(Optimizer):
                 if p.grad is None
                 else as_gradient(local_rows(p.grad.detach(), self._rank, self._world_size), shard)
             )
-        open_groups = [group for group in self.param_groups if may_use_foreach(group)]
+        undecided_groups = [group for group in self.param_groups if may_use_foreach(group)]
         try:
-            for group in open_groups:  # one call per operator of DTensors
+            # With foreach, an operator is one call for all DTensors.
+            for group in undecided_groups:
                 group["foreach"] = True
             with self._groups_of_shards():
                 self._inner.step()
         finally:
-            for group in open_groups:
+            for group in undecided_groups:
                 group["foreach"] = None
             for p, shard in self._shards.items():
                 shard.grad = None
                 own = local_rows(p.detach(), self._rank, self._world_size)
-                # the optimizer has replaced the shard's data
+                # The optimizer may have replaced the shard's data.
                 if shard._local_tensor.data_ptr() != own.data_ptr():
                     own.copy_(shard._local_tensor)
         self.gather_parameters()

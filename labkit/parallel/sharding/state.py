@@ -6,17 +6,18 @@ One call of a model, forward and backward, step by step. Each step calls those o
     _pre_forward          unshard the unit, and prefetch those that followed it in the last pass
     _post_forward         reshard it
     _root_post_forward    the forward pass ends: reshard what was prefetched, and not called
+    abort_forward         in its place, after an exception
     _root_pre_backward    the first output has its gradient: a backward pass begins
     _pre_backward         an output of the unit has its gradient: unshard it again, prefetch
     _post_backward        its inputs have theirs: reshard it, reduce-scatter its gradients
     _root_post_backward_final_callback
-                          the backward pass ends: ranks agree on gradients, reduce-scatter what is
-                          left, and give shards their gradients
-    _reset_iter_state     forget the backward pass, also one that an exception has ended
+                          the backward pass ends: ranks agree on gradients, _post_backward of units
+                          whose inputs need no gradient, and shards get their gradients
+    _reset_backward       forget the backward pass, also one that an exception has ended
 
 n units of which none stays in memory take n all-gathers in forward, n in backward, and n
 reduce-scatters. Ranks agree twice per step: when a forward pass begins, and when a backward pass
-ends. A forward pass that no backward pass will follow ends with an agreement, too.
+ends. A forward pass in which no module in training made a graph ends with an agreement, too.
 
 All ranks must run the same units in the same order. Messages through shared memory say which unit
 they belong to. Others do not: parameters of equal size would be mixed up in silence. So each
@@ -116,7 +117,7 @@ class FSDPState:
         """Begin a forward pass with the unit that is called first. A collective."""
         self.set_shard_class(Sharded)
         if self._backward.is_unfinished:
-            self._reset_iter_state()
+            self._reset_backward()
         self._root = unit
         self._has_backward = False
         self._expected = self._order
@@ -124,10 +125,10 @@ class FSDPState:
         for each in self._units:
             each.reshard(keep_memory=not self._options.reshard_after_backward)
         # A unit whose shards changed on one rank is gathered by all: it is one collective.
-        is_stale = self._agree(self._agreement.on_model)
+        is_stale = self._agree(self._agreement.before_forward)
         for each, is_stale_anywhere in zip(self._units, is_stale, strict=True):
             if is_stale_anywhere:
-                each.is_gathered = False  # it keeps its memory, and is gathered again
+                each.is_filled = False  # it keeps its memory, and is gathered again
             each.set_requires_grad_if_needed()
 
     @disable_compile
@@ -157,7 +158,7 @@ class FSDPState:
         self._has_backward |= bool(nodes) and unit.module.training
 
     def _root_post_forward(self, keep_memory: bool) -> None:
-        """End a forward pass. A collective if no backward pass will follow."""
+        """End a forward pass. A collective if no module in training has made a graph."""
         self._root = None
         for unit in self._units:
             unit.reshard(keep_memory=keep_memory)
@@ -165,7 +166,7 @@ class FSDPState:
             self.set_shard_class(ShardInLoss)
         else:
             # Outputs of the wrong unit would be used before the ranks agree again.
-            self._agree(self._agreement.on_evaluation)
+            self._agree(self._agreement.after_evaluation)
 
     @disable_compile
     def _abort_if_root(self, unit: Unit, *_: object) -> None:
@@ -175,15 +176,15 @@ class FSDPState:
 
     def call_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model as if it were its forward."""
-        root = self._units[-1]
-        if root.is_unsharded:  # its forward, or a recomputation, calls it
+        model = self._units[-1]
+        if model.is_unsharded:  # its forward, or a recomputation, calls it
             return method(*args, **kwargs)
-        args, kwargs = self._pre_forward(root, root.module, args, kwargs)
+        args, kwargs = self._pre_forward(model, model.module, args, kwargs)
         try:
             outputs = method(*args, **kwargs)
-            self._post_forward(root, root.module, args, kwargs, outputs)
+            self._post_forward(model, model.module, args, kwargs, outputs)
         finally:
-            self._abort_if_root(root)
+            self._abort_if_root(model)
         return outputs
 
     def abort_forward(self) -> None:
@@ -230,7 +231,7 @@ class FSDPState:
     def _root_pre_backward(self) -> None:
         """Begin a backward pass, at the first output that has its gradient."""
         if self._backward.is_unfinished:
-            self._reset_iter_state()
+            self._reset_backward()
         self.set_shard_class(Sharded)
         self._expected = self._order[::-1]
         for unit in self._units:
@@ -246,11 +247,11 @@ class FSDPState:
         unit.post_backward()
 
     def _root_post_backward_final_callback(self) -> None:
-        """End a backward pass: reduce what is left, give shards their gradients. A collective."""
+        """End a backward pass: reduce the rest, give shards their gradients. A collective."""
         try:
             # Autograd calls back in the grad mode of `backward`'s caller.
             with torch.no_grad():
-                unreduced, used = self._agree(self._agreement.on_gradients)
+                unreduced, used = self._agree(self._agreement.after_backward)
                 # The order in which backward reaches them, the same on all ranks.
                 for unit in reversed(unreduced):
                     self._post_backward(unit)
@@ -259,18 +260,18 @@ class FSDPState:
         except BaseException:
             # What resetting raises follows from the error that ended the pass.
             with suppress(Exception):
-                self._reset_iter_state()
+                self._reset_backward()
             raise
-        self._reset_iter_state()
+        self._reset_backward()
 
-    def _reset_iter_state(self) -> None:
+    def _reset_backward(self) -> None:
         """Forget a backward pass, and reshard all units; then raise the first error of them."""
         self._last_reduced = None
         self._backward.reset()
         errors = list[Exception]()
         for unit in self._units:
             try:
-                unit.reset_iter_state()
+                unit.reset_backward()
             except Exception as error:
                 # The other units' messages, too, must end before their memory is used again.
                 errors.append(error)

@@ -6,7 +6,7 @@
 `FSDPState` calls the steps of a unit in this order; each is a collective, or waits for one:
 
     forward     unshard, wait_for_unshard, reshard
-    backward    unshard, wait_for_unshard, post_backward, finalize_backward, reset_iter_state
+    backward    unshard, wait_for_unshard, post_backward, finalize_backward, reset_backward
 
 Autograd saves the unsharded parameter, or views of it, for the backward pass. Its memory is freed
 and filled again in between, which autograd does not notice. Reading freed memory is an error:
@@ -67,14 +67,13 @@ class Unit:
         self.parameters = [
             UnitParameter(managed, mesh, options.compute_dtype) for managed in members.parameters
         ]
-        # Those that were to be trained in the last forward pass.
+        # Those that were to be trained when the last pass began, forward or backward.
         self.trained = self.parameters
         # The modules have the unsharded parameters.
         self.is_unsharded = False
         # The memory of the unsharded parameters is filled, or being filled.
-        self.is_gathered = False
-        # Waits for the all-gather in flight.
-        self._all_gather_result: Wait | None = None
+        self.is_filled = False
+        self._all_gather_in_flight: Wait | None = None
         # Versions of the shards that were gathered last.
         self._gathered_versions: list[tuple[int, ...]] = []
         # Shards had gradients since the last all-gather: an optimizer may have changed them.
@@ -92,9 +91,9 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to all-gather the parameters, unless they are in memory. A collective."""
-        if self.is_gathered or not self.parameters:
+        if self.is_filled or not self.parameters:
             return
-        self.is_gathered = True
+        self.is_filled = True
         self._gathered_versions = self.shard_versions()
         self._may_step = any(parameter.sharded.grad is not None for parameter in self.parameters)
         for parameter in self.parameters:
@@ -103,7 +102,7 @@ class Unit:
         # As before it was freed: autograd then takes what it saved for unchanged.
         set_version_counters(unsharded, (0,) * len(unsharded))
         self._collectives.append(f"all-gather of {self.name}")
-        self._all_gather_result = self._channel.start(self._copy_in_and_all_gather)
+        self._all_gather_in_flight = self._channel.start(self._copy_in_and_all_gather)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and give the modules the unsharded parameters."""
@@ -112,16 +111,19 @@ class Unit:
             self._to_unsharded()
 
     def reshard(self, *, keep_memory: bool = False) -> None:
-        """Give the modules their shards, and free the memory of the unsharded parameters."""
+        """Give the modules their shards; free the unsharded parameters unless `keep_memory`.
+
+        Waits for an all-gather in flight.
+        """
         if self.is_unsharded:
             self._to_sharded()
         # The messages of one that was prefetched, and not used, are written to the memory.
         self._wait_for_all_gather()
-        if self.is_gathered and not keep_memory:
+        if self.is_filled and not keep_memory:
             self._free_unsharded()
 
     def set_requires_grad_if_needed(self) -> None:
-        """Freeze and thaw the unsharded parameters as the user did the shards."""
+        """Freeze and thaw the unsharded parameters as the user did the shards; note the trained."""
         for parameter in self.parameters:
             requires_grad = parameter.sharded.requires_grad
             if parameter.unsharded.requires_grad != requires_grad:
@@ -143,7 +145,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether it has unsharded parameters in memory that may differ from the shards."""
-        if not self.is_gathered:
+        if not self.is_filled:
             return False
         has_gradients = any(parameter.sharded.grad is not None for parameter in self.parameters)
         is_changed = self.shard_versions() != self._gathered_versions
@@ -176,10 +178,10 @@ class Unit:
         self._all_gather()
 
     def _wait_for_all_gather(self) -> None:
-        if self._all_gather_result is None:
+        if self._all_gather_in_flight is None:
             return
-        wait = self._all_gather_result
-        self._all_gather_result = None
+        wait = self._all_gather_in_flight
+        self._all_gather_in_flight = None
         try:
             wait()
         except Exception:
@@ -197,7 +199,7 @@ class Unit:
             parameter.set_on_modules(parameter.sharded)
 
     def _free_unsharded(self) -> None:
-        self.is_gathered = False
+        self.is_filled = False
         if self.parameters:
             for parameter in self.parameters:
                 _resize_storage(parameter.all_gather_output, 0)
@@ -261,7 +263,7 @@ class Unit:
             if is_used:
                 parameter.accumulate_reduced()
 
-    def reset_iter_state(self) -> None:
+    def reset_backward(self) -> None:
         """Forget a backward pass, and what an interrupted one left; reshard."""
         try:
             self.wait_for_reduce_scatter()
