@@ -39,7 +39,7 @@ T = TypeVar("T")
 PILOT_ROUNDS = MIN_SAMPLES
 # Fewest rounds after a pilot that is discarded.
 MIN_ROUNDS = 8
-# Share of the set-up's time that rounds may take in any case. Six rounds after a minute of
+# Share of the set-up's time that rounds may take in any case. The pilot's rounds after a minute of
 # compiling would leave undecided what ten seconds more decide.
 SET_UP_SHARE = 0.3
 

@@ -9,14 +9,14 @@ from torch.utils.flop_counter import flop_registry
 
 from labkit.torch_private import TorchDispatchMode, tree_leaves
 
-# They read only the indexed rows of their first tensor, or none of it.
+# Of their first tensor, these read as many elements as they return.
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward"})
 ALLOCATIONS = ("empty", "new_empty")
-# They compute and move nothing, as views do, without being declared as such.
+# These compute and move nothing, as views do, without being declared as such.
 FREE = frozenset(
     {"_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "promote_types"}
 )
-# Their target is not read; nor is an argument `out`.
+# The target of these is not read; nor is an argument `out`.
 OVERWRITES = frozenset(
     {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"}
 )

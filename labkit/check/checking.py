@@ -185,10 +185,11 @@ def baseline_folder(machine: Machine) -> Path:
 
 
 def load_baseline(against: str | None, say: Callable[[str], None] = lambda line: None) -> list[Run]:
-    """Return the run that `--against` names, or this machine's saved runs of the newest's torch.
+    """Return the run that `--against` names, or this machine's saved runs.
 
-    `say` gets a line for each choice that a reader might not expect. Raises RunFileError, which
-    names the file, for a damaged one, and ParameterError for a lab's run.
+    Of these, the ones of the newest run's hardware and torch. `say` gets a line for each choice
+    that a reader might not expect. Raises RunFileError, which names the file, for a damaged one,
+    and ParameterError for a lab's run.
     """
     folder = _find_baseline_folder(describe_machine())
     if against is not None:

@@ -57,7 +57,7 @@ def read_class(folder: Path) -> ClassFolder:
     """Read each hand-in of a folder, by file name. A damaged one has a problem instead of runs."""
     hand_ins = list[HandIn]()
     others = list[str]()
-    # Safari unzips what it downloads: such a folder is a hand-in, and its files are no others.
+    # Safari unzips what it downloads: such a folder is a hand-in with all its files.
     unzipped = {path.parent for path in _files(folder) if path.name == CARD}
     for root in sorted(unzipped):
         members = {

@@ -138,9 +138,9 @@ def notebook_path(lab: str) -> Path:
 
 
 def committed_notebook(lab: str) -> tuple[str, bool]:
-    """Return the text of a lab's notebook for a report, and whether the file was edited.
+    """Return the text of a lab's notebook for a report, and whether it is not the file's.
 
-    The text is that of git's last commit if the file was edited; without git it is the file's.
+    If code of the file was edited, it is that of git's last commit. Without git it is the file's.
     """
     path = notebook_path(lab)
     text = path.read_text(encoding="utf-8")

@@ -157,7 +157,6 @@ def remembered_fault(case: Case, tile: Tile) -> str | None:
 
 
 def _answer_path(about: str) -> Path:
-    # Without a home it is a folder that cannot be written: nothing is remembered.
     folder = os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME", "") + "/.cache"
     digest = hashlib.sha256(about.encode()).hexdigest()[:24]
     return Path(folder) / "labkit" / "tiles" / f"{digest}.json"

@@ -71,7 +71,7 @@ def launch(
     )
     kernel = _autotuned(name, tuple(tiles), size_class)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        # Triton asks for memory at a launch
+        # Descriptors that a kernel makes stand in memory that Triton asks for at the launch.
         if not INTERPRETED and any(tile.has_descriptors for tile in tiles):
             triton.set_allocator(
                 lambda size, *_: torch.empty(size, dtype=torch.int8, device=q.device)

@@ -45,8 +45,9 @@ def measure_layers(
                         torch.cuda.synchronize(inputs.device)
                     times.append(time.perf_counter() - start)
             inputs = outputs
-            # The best, since a stall only adds. The mean of ranks: they must balance stages alike.
+            # The best, since a stall only adds.
             seconds[number] = min(times)
+    # The mean of ranks, which must balance stages alike.
     all_reduce(seconds, group)
     return seconds.tolist()
 

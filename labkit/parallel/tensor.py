@@ -128,14 +128,14 @@ class TensorParallel(nn.Module):
         self._ranks = ranks
         self._layouts: dict[str, Layout] = {}
         apply_rules(model, rules, ranks)
-        self._cut(rules)
-        self._mark()
+        self._keep_parts(rules)
+        self._add_layouts()
         # in a list, since it is a layer of `module` alone
         self._heads = [layer for layer in model.modules() if isinstance(layer, VocabularyLinear)]
         self.register_state_dict_post_hook(save_parts)
         self.register_load_state_dict_pre_hook(load_parts)
 
-    def _cut(self, rules: Rules) -> None:
+    def _keep_parts(self, rules: Rules) -> None:
         """Keep this rank's parts. A tensor that several layers have stays one."""
         group = self._ranks.group
         parts: dict[Tensor, Layout] = {}  # of tied weights, by the one tensor that has all names
@@ -152,8 +152,8 @@ class TensorParallel(nn.Module):
                     tensor.grad = None
             self._layouts[name] = parts[tensor]
 
-    def _mark(self) -> None:
-        """Tell the parameters what they are."""
+    def _add_layouts(self) -> None:
+        """Note on each parameter which part of which whole it is."""
         for name, parameter in self.module.named_parameters():
             add_layout(parameter, self._layouts[name])
 
@@ -252,7 +252,7 @@ class TensorParallel(nn.Module):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         vars(clone).update(copy.deepcopy(vars(self), memo))
-        clone._mark()  # torch copies parameters without hooks and attributes
+        clone._add_layouts()  # torch copies parameters without hooks and attributes
         return clone
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -188,7 +188,7 @@ def finish_axes(
     axis.set_xlabel(x, fontsize=FONT, color=TEXT)
     place = axis.get_subplotspec()
     assert place is not None, "panels are made by `subplots`"
-    # Also where there is none: seaborn has written the name of the column.
+    # Empty, too: seaborn has written the name of the column.
     axis.set_ylabel(y if place.is_first_col() else "", fontsize=FONT, color=TEXT)
     if title is not None:
         canvas = axis.get_figure(root=True)

@@ -168,11 +168,11 @@ def _interval(name: str, low: float, high: float) -> Cell:
         return Cell("–")
     start = _text(name, low)
     end = _text(name, high)
-    (_, _, unit), (number, _, other) = start.partition(" "), end.partition(" ")
-    is_same = unit and unit == other
-    text = (
-        f"[{start.removesuffix(f' {unit}')}, {number}] {unit}" if is_same else f"[{start}, {end}]"
-    )
+    low_number, _, low_unit = start.partition(" ")
+    high_number, _, high_unit = end.partition(" ")
+    text = f"[{start}, {end}]"
+    if low_unit and low_unit == high_unit:
+        text = f"[{low_number}, {high_number}] {low_unit}"
     return Cell(text, f"{low:.12g}")
 
 

@@ -69,11 +69,11 @@ def wrap(
     finish_in_backward: bool = True,
     find_unused: bool = False,
 ) -> nn.Module:
-    """Wrap the module. torch's wrapper always finishes in backward.
+    """Wrap the module by the implementation of this name. ValueError for an unknown name.
 
-    `bucket_mb`: MiB of every bucket, the first included; None for the default. `find_unused`:
-    parameters may get no gradient. ValueError for an
-    unknown name.
+    `bucket_mb`: MiB of every bucket, the first included, of those with buckets; None for the
+    default. `finish_in_backward`: of labkit's, as torch's always does. `find_unused`: parameters
+    may get no gradient.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"expected one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")

@@ -68,11 +68,10 @@ class BucketedDDP(DataParallel):
         bucket_cap_mb: float | None = None,
         **options: Any,
     ):
-        self._sizes_mb = (
-            (bucket_mb, first_bucket_mb)
-            if bucket_cap_mb is None
-            else (bucket_cap_mb, bucket_cap_mb)
-        )
+        # Before the base class, which compares the options of all ranks.
+        self._sizes_mb = (bucket_mb, first_bucket_mb)
+        if bucket_cap_mb is not None:
+            self._sizes_mb = (bucket_cap_mb, bucket_cap_mb)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         super().__init__(module, device_ids, **options)
         self._overlaps = overlap and not self.find_unused

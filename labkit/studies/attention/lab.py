@@ -109,6 +109,7 @@ def growth(results: Results) -> pd.DataFrame:
     if table.empty:
         return table
     keys = [*(name for name in CONFIGURATION if name != "sequence"), "implementation"]
+    # The row before, since medians are sorted by their keys, and so by length.
     before = table.groupby(keys, dropna=False)[["sequence", "seconds"]].shift()
     ratio = (table["seconds"] / before["seconds"]).where(
         table["sequence"] == 2 * before["sequence"]

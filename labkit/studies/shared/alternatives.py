@@ -96,7 +96,6 @@ def time_guarded(
                 raise
             failed[failing] = describe_failure(error, device)
             current_alternative.end()
-            # All others begin again: samples of a round without one of them do not compare.
             del running[failing]
     current_alternative.end()
     return samples, failed

@@ -71,7 +71,7 @@ def lateness(results: Results) -> pd.DataFrame:
     """How much longer each rank takes than the others for a step without communication.
 
     `later_s`, with its interval: compared with the median of the others. `part`: where most of it
-    is. `is_late`: by a share of a step that others would wait for.
+    is. `is_late`: by more than `MIN_LATE_SHARE` of the others' step.
     """
     columns = ["world_size", "rank", "later_s", "low", "high", "part", "is_late"]
     rows = results.rows(
