@@ -85,13 +85,15 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     precisions = config.precisions if device != "cpu" else ["float32"]
     for size, low, phase, context in product(config.sizes, precisions, PHASES, by_length):
         yield point(MEASURED, size, context, low, phases=(phase,))
-    checkpointed = {config.counted_checkpoint_size: 0, config.checkpoint_size: config.repeats}
-    for size, repeats in checkpointed.items():
+    checkpointed = {
+        # Counting takes as long at any length, and short of memory are those who train long ones.
+        (config.counted_checkpoint_size, contexts[-1]): 0,
+        (config.checkpoint_size, by_length[-1]): config.repeats,
+    }
+    for (size, context), repeats in checkpointed.items():
         lengths = [n for n in range(1, SIZES[size].n_layers + 1) if SIZES[size].n_layers % n == 0]
         segments = [NO_CHECKPOINTS, *lengths]
-        yield point(
-            worker.CHECKPOINT, size, max(config.contexts), segments=segments, repeats=repeats
-        )
+        yield point(worker.CHECKPOINT, size, context, segments=segments, repeats=repeats)
 
 
 def peaks(results: Results, method: str) -> pd.DataFrame:
