@@ -87,7 +87,7 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
         yield point(MEASURED, size, context, low, phases=(phase,))
     checkpointed = {
         # Counting takes as long at any length, and short of memory are those who train long ones.
-        (config.counted_checkpoint_size, contexts[-1]): 0,
+        (config.counted_checkpoint_size, max(contexts, default=by_length[-1])): 0,
         (config.checkpoint_size, by_length[-1]): config.repeats,
     }
     for (size, context), repeats in checkpointed.items():
