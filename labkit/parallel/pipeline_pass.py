@@ -117,8 +117,8 @@ class Pass:
         A collective. Errors as `agree_on_end`, and those of the pipelines of other batches. All
         ranks warn if the loss returns means of micro-batches with other numbers of targets.
         """
-        counts = self._count_targets()
-        is_mean_of_means = self._returns_means and len(counts) > 1
+        # On the rank with the loss alone: counting waits for a GPU.
+        is_mean_of_means = self._returns_means and len(self._count_targets()) > 1
         flags = [*flags, is_mean_of_means]
         local = torch.tensor([self.loss_sum, self.count, self.divisor], dtype=torch.float64)
         problem: Exception | None = None
@@ -138,6 +138,7 @@ class Pass:
         any_rank = [any(row[3 + number] for row in by_rank) for number in range(len(flags))]
         # Where warnings are errors, one of a single rank would let the others wait for it.
         if any_rank.pop():
+            counts = self._count_targets()
             warnings.warn(
                 f"micro-batches have {min(counts)} to {max(counts)} targets that count, so the mean"
                 " of their means is not the batch's: let the loss return (sum, count), as"
