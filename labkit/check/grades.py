@@ -250,11 +250,12 @@ def _given_cells(students: Sequence[Student], labs: Sequence[str]) -> set[str]:
         original = nbformat.read(notebook_path(lab), as_version=4)
         for notebook in (original, student_notebook(original, load_lab(lab))):
             given.update(cell.source.strip() for cell in notebook.cells)
-    if len(students) >= MIN_CLASS:
-        by_student = [
-            {text.strip() for cells in student.hand_in.notebooks.values() for _, text in cells}
-            for student in students
-        ]
+    by_student = [
+        {text.strip() for cells in student.hand_in.notebooks.values() for _, text in cells}
+        for student in students
+        if student.hand_in.notebooks
+    ]
+    if len(by_student) >= MIN_CLASS:
         given |= set.intersection(*by_student)
     return given
 

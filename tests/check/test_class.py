@@ -154,6 +154,8 @@ def test_what_a_teacher_has_added_or_asked_for_is_no_copy(home):
         _record(home, minutes=number)
         notebook = _notebook(home, *own, profile="smoke")
         write_hand_in(name, ["all_reduce"], home / "class", [notebook])
+    _record(home, minutes=9)
+    write_hand_in("Fay, without a notebook", ["all_reduce"], home / "class", [])
     students = write_class_page(home / "class", home / "class.html").students
     texts = {one.name: " ".join(flag.text for flag in one.flags) for one in students}
     assert not any("copy" in text for text in texts.values())
