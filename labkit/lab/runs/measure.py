@@ -8,7 +8,7 @@ help to measure.
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -79,16 +79,21 @@ def measure(
             for point in points if unavailable else ():
                 writer.end_point(point, "skipped", reason=unavailable)
             if not unavailable:
-                expected = expected_seconds(study, points, describe_machine())
-                budget = Budget(math.inf, expected)
-                if config.budget_s is not None:
-                    # Other programs take their share of the cores while it measures, too.
-                    slowdown = slowdown_by_others()
-                    expected = {id: slowdown * seconds for id, seconds in expected.items()}
-                    budget = Budget(config.budget_s, expected)
-                reports = on_progress, on_output
-                Executor(study, plugins, writer, *reports, len(points), budget).measure(points)
+                budget = _plan_time(study, points, config.budget_s)
+                Executor(
+                    study, plugins, writer, on_progress, on_output, len(points), budget
+                ).measure(points)
         return Run.load(writer.path)
+
+
+def _plan_time(study: Lab, points: Sequence[Point], budget_s: float | None) -> Budget:
+    """Return how long each point takes, and within what time; None for no limit."""
+    expected = expected_seconds(study, points, describe_machine())
+    if budget_s is None:
+        return Budget(math.inf, expected)
+    # Other programs take their share of the cores while it measures, too.
+    slowdown = slowdown_by_others()
+    return Budget(budget_s, {id: slowdown * seconds for id, seconds in expected.items()})
 
 
 def resume(
@@ -127,9 +132,10 @@ def resume(
             if remaining:
                 writer.start_resumption(_command(), describe_machine().source)
             done = len(points) - len(remaining)
-            budget = Budget(math.inf, expected_seconds(study, remaining, describe_machine()))
-            reports = on_progress, on_output
-            Executor(study, plugins, writer, *reports, len(points), budget, done).measure(remaining)
+            budget = _plan_time(study, remaining, None)
+            Executor(
+                study, plugins, writer, on_progress, on_output, len(points), budget, done
+            ).measure(remaining)
         return Run.load(path)
 
 

@@ -49,6 +49,7 @@ class MemoryConfig(DeviceConfig):
     checkpoint_size: Size = "nano"
     """The model that is measured and timed with each segment length that divides its layers."""
     counted_checkpoint_size: Size = "mini"
+    """The model that is counted with each of its own, at the longest of `counted_contexts`."""
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     rounds_s: Seconds | None = 2.0
 

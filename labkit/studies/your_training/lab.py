@@ -28,7 +28,7 @@ from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
 EXAMPLE_DIGEST = "712d284ab8bbfb6b1ba63c39896bf86b83245f3acf84f36dfc0b73638898565b"
-"""SHA-256 of the notebook's first cell, which readers overwrite."""
+"""SHA-256 of the notebook's first cell. Not read from the notebook: readers overwrite its cell."""
 ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 
 

@@ -3,6 +3,7 @@
 Data set, forward, loss and optimizer: a thread looks at the stack of the training every
 millisecond, as a sampling profiler does. The innermost line that is neither labkit's nor installed
 gets the sample.
+
 Backward runs no line of the reader's: each operator is timed, and belongs to the line of the
 forward pass that it differentiates.
 """
