@@ -13,6 +13,7 @@ to 59 ranks). M is at most 128, which leaves room for an exact mean.
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,14 @@ SEQUENCE = torch.randint(2**31, (PERIOD,), generator=torch.Generator().manual_se
 ROWS_AT_ONCE = 64  # periods compared at a time: their float64 copies stay in cache
 
 
+class Deviation(NamedTuple):
+    """A wrong element of a tensor: its index, the expected value, and the actual one."""
+
+    element: int
+    expected: float
+    got: float
+
+
 def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | None:
     """Describe the first wrong element on the first wrong rank, on all ranks.
 
@@ -35,19 +44,22 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
     ranks = dist.get_world_size()
     fill_part(tensor, dist.get_rank(), ranks)
     reduce(tensor)
-    element, expected, got = first_deviation(tensor, ranks)
-    other, times = _miscounted_part(tensor, ranks) if element >= 0 else (-1, 0)
-    failure = first_failing_rank((element, expected, got, other, times))
+    deviation = first_deviation(tensor, ranks)
+    # Ranks exchange equally many numbers, whether or not they found something.
+    report: tuple[float, ...] = (-1, 0, 0, -1, 0)
+    if deviation is not None:
+        report = (*deviation, *_miscounted_part(tensor, ranks))
+    failure = first_failing_rank(report)
     if failure is None:
         return None
-    rank, report = failure
+    rank, (element, expected, got, other, times) = failure
     why = ""
-    if report[3] >= 0:
-        kind = "is missing" if report[4] < 0 else "is there twice"
-        why = f": rank {report[3]:.0f}'s input {kind}"
+    if other >= 0:
+        kind = "is missing" if times < 0 else "is there twice"
+        why = f": rank {other:.0f}'s input {kind}"
     return (
-        f"rank {rank}, element {report[0]:.0f}: expected {report[1]:g}, got"
-        f" {report[2]:g}{why} (sum of whole numbers)"
+        f"rank {rank}, element {element:.0f}: expected {expected:g}, got {got:g}{why}"
+        " (sum of whole numbers)"
     )
 
 
@@ -71,10 +83,10 @@ def _miscounted_part(tensor: Tensor, ranks: int) -> tuple[int, int]:
 
 def first_deviation(
     tensor: Tensor, ranks: int, *, starts: Iterable[int] = (0,), within: float = 0.0
-) -> tuple[int, float, float]:
-    """Return the first element off by more than `within`: its index, the sum, the value.
+) -> Deviation | None:
+    """Return the first element that is off by more than `within`, or None.
 
-    (-1, 0, 0) if there is none. Several `starts` are summed, too.
+    Several `starts` are summed, too.
     """
     parts = [_part(rank, ranks, tensor.dtype, start) for start in starts for rank in range(ranks)]
     exact = torch.stack(parts).sum(0).repeat(ROWS_AT_ONCE).to(tensor.device)
@@ -83,8 +95,9 @@ def first_deviation(
         # Only then a search, which takes longer than the comparison.
         if not is_right.all():
             first = int((~is_right).nonzero()[0])
-            return index * len(exact) + first, float(exact[first]), float(got[first])
-    return -1, 0.0, 0.0
+            element = index * len(exact) + first
+            return Deviation(element, float(exact[first]), float(got[first]))
+    return None
 
 
 def fill_part(tensor: Tensor, rank: int, ranks: int, *, start: int = 0, times: int = 1) -> None:
@@ -103,6 +116,7 @@ def _part(rank: int, ranks: int, dtype: torch.dtype, start: int) -> Tensor:
 
 def _modulus(ranks: int, dtype: torch.dtype) -> int:
     largest = int(2 / torch.finfo(dtype).eps)
+    # The largest M for which M ranks, whose parts are 1 to M, add up to M (M + 1) / 2 <= `largest`.
     modulus = min(128, int((math.sqrt(1 + 8 * largest) - 1) / 2))
     if ranks < modulus:
         return modulus

@@ -23,10 +23,12 @@ from labkit.studies.limits.worker import LimitPoint, measure
 
 KIB = 2**10
 MIB = 2**20
+# Large enough to use every thread, and too large for any cache.
 THREADED_ROWS = 1024
-THREADED_BYTES = 64 * MIB  # large enough to use every thread, and too large for any cache
+THREADED_BYTES = 64 * MIB
 ITSELF_ROWS = 512
-ITSELF_BYTES = 2**20
+ITSELF_BYTES = MIB
+# More than other points need: the widths of intervals are the result here, not the ratios.
 ITSELF_REPEATS = 20
 ITSELF_RANKS = 2
 
@@ -80,23 +82,24 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
     yield LimitPoint.of(config, sweep="operators", device=device)
     yield LimitPoint.of(config, sweep="threads", sizes=threaded, **on_cpu)
     for sweep, sizes, largest in (("products", rows, threaded[0]), ("memory", arrays, threaded[1])):
+        # The sizes of a GPU's profile would take a CPU minutes.
         fitting = [size for size in sizes if device == "cpu" or size <= largest]
         yield LimitPoint.of(config, sweep=sweep, sizes=fitting, **on_cpu)
-    # All rounds are run: the widths of intervals are the result.
+    # All rounds are run: with fewer, intervals would be as wide as the rounds are few.
     rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "gain": 0.0, "rounds_s": None}
     yield LimitPoint.of(config, sweep="autograd", sizes=(threaded[1],), **on_cpu | rounds)
-    # CPU ranks are measured on every machine: gloo and shared memory connect them.
     itself = partial(LimitPoint.of, config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES))
-    exchange = partial(LimitPoint.of, config, sweep="exchange", sizes=config.exchange_sizes_bytes)
     yield itself(**on_cpu | {"device": device} | rounds)
-    for ranks in sorted({*config.ranks}):
-        here = on_cpu | {"world_size": ranks, "backend": "gloo"}
+    # CPU ranks are measured on every machine: gloo and shared memory connect them.
+    exchange = partial(LimitPoint.of, config, sweep="exchange", sizes=config.exchange_sizes_bytes)
+    for ranks in sorted(config.ranks):
+        on_ranks = on_cpu | {"world_size": ranks, "backend": "gloo"}
         if ranks == ITSELF_RANKS:
-            yield itself(**here | rounds)
+            yield itself(**on_ranks | rounds)
         if config.exchange_sizes_bytes:
-            yield exchange(**here)
+            yield exchange(**on_ranks)
             if machine.backend(device, ranks) == "nccl":
-                yield exchange(**here | {"device": device, "backend": "nccl"})
+                yield exchange(**on_ranks | {"device": device, "backend": "nccl"})
 
 
 def matmuls(results: Results) -> pd.DataFrame:
@@ -104,6 +107,7 @@ def matmuls(results: Results) -> pd.DataFrame:
     table = MATMUL.medians(results.frame)
     table = table.assign(flops_per_s=table["flops"] / table["seconds"])
     best = table.groupby(["device", "dtype"])["flops_per_s"].transform("max")
+    # The axis of the figure has square matmuls alone: the others have no single size.
     is_square = table["shape"].str.startswith("square")
     size = table["shape"].where(is_square).str.removeprefix("square ").astype(float)
     table = table.assign(rows=size, of_best_percent=100 * table["flops_per_s"] / best)
@@ -125,8 +129,9 @@ def shortest_all_reduce(results: Results) -> pd.DataFrame:
     """
     keys = ["world_size", "way"]
     table = EXCHANGE.medians(results.frame)
-    longest = table.loc[table.groupby(keys)["n_bytes"].transform("idxmax")].set_index(table.index)
-    table = table.assign(bytes_per_s=longest["n_bytes"] / longest["seconds"])
+    table["bytes_per_s"] = table["n_bytes"] / table["seconds"]
+    # Medians are sorted by their keys, and so by length.
+    table["bytes_per_s"] = table.groupby(keys)["bytes_per_s"].transform("last")
     shortest = table["n_bytes"] == table["n_bytes"].min()
     return table[shortest].drop(columns=["low", "high", "n"]).reset_index(drop=True)
 
@@ -134,6 +139,7 @@ def shortest_all_reduce(results: Results) -> pd.DataFrame:
 def against_itself(results: Results) -> pd.DataFrame:
     """Return the ratio of an operator to itself, and the smallest difference that it can show."""
     table = ITSELF.ratios_to("first", results.frame)
+    # Half of the interval's width: a ratio this far from 1 has an interval without 1.
     half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
     smallest = 100 * np.maximum(half, MIN_RELEVANT_DIFFERENCE).where(half.notna())
     return table.assign(smallest_percent=smallest).dropna(subset="smallest_percent")
@@ -144,17 +150,18 @@ def roofline(results: Results) -> pd.DataFrame:
     table = OPERATORS.medians(results.frame)
     if table.empty:
         return table
-    best = matmuls(results).query("dtype == 'float32'")
-    best = best[best["device"] == table["device"].max()]
-    added = memory(results).query("operation == 'add'")
-    added = added[added["device"] == table["device"].max()]
+    on_device = f"device == '{table['device'].iloc[0]}'"
+    best = matmuls(results).query(f"dtype == 'float32' and {on_device}")
+    added = memory(results).query(f"operation == 'add' and {on_device}")
     if best.empty or added.empty:
         return table.iloc[:0]
-    per_byte = 1 / added.loc[added["n_bytes"].idxmax(), "bytes_per_s"]
+    # The longest addition lies in no cache, as activations of a real model do not.
+    moved_per_s = added.loc[added["n_bytes"].idxmax(), "bytes_per_s"]
     limits = pd.DataFrame(
         {
             "arithmetic": table["flops"] / best["flops_per_s"].max(),
-            "memory": table["bytes"] * per_byte,
+            "memory": table["bytes"] / moved_per_s,
+            # The shortest addition has next to nothing to do.
             "the call": added["seconds"].min(),
         }
     )
@@ -176,21 +183,32 @@ def roof(results: Results) -> pd.DataFrame:
     table = roofline(results)
     if table.empty:
         return table
-    lowest = table.iloc[0]
-    per_byte = lowest["roof_flops_per_s"] / lowest["intensity"]
+    # Left of the ridge FLOP/s grow with the intensity: their ratio is memory's bytes per second.
+    leftmost = table.iloc[0]
+    bytes_per_s = leftmost["roof_flops_per_s"] / leftmost["intensity"]
     highest = table["roof_flops_per_s"].max()
     ridge = {
-        "intensity": highest / per_byte,
+        "intensity": highest / bytes_per_s,
         "roof_flops_per_s": highest,
-        "operator": lowest["operator"],
+        # A point of the line needs an operator's name, whichever it is.
+        "operator": leftmost["operator"],
     }
     return pd.concat([table, pd.DataFrame([ridge])]).sort_values("intensity", ignore_index=True)
 
 
 def fastest_matmul(table: pd.DataFrame) -> Any:
-    """The fastest in float32, or of all if none was measured in it."""
+    """Return the index of the fastest in float32, or of all if none was measured in it."""
+    # The page's other rates are of float32, too.
     rows = table[table["dtype"] == "float32"]
-    return (rows if len(rows) else table)["flops_per_s"].idxmax()
+    if rows.empty:
+        rows = table
+    return rows["flops_per_s"].idxmax()
+
+
+def longest_addition(table: pd.DataFrame) -> Any:
+    """Return the index of the longest addition, on the GPU if there is one."""
+    rows = table.query("operation == 'add' and device == device.max()")  # "cuda" > "cpu"
+    return rows["n_bytes"].idxmax()
 
 
 LAB = Lab(
@@ -236,9 +254,7 @@ LAB = Lab(
             id="memory",
             text="How fast is memory?",
             table=memory,
-            pick=lambda table: table.query("operation == 'add' and device == device.max()")[
-                "n_bytes"
-            ].idxmax(),
+            pick=longest_addition,
             configuration=("device",),
             says="Additions of arrays of {n_bytes} move {bytes_per_s}, read and written together.",
             figure=Lines(x="n_bytes", y="bytes_per_s", hue="operation", panel="device"),

@@ -14,7 +14,7 @@ from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESS
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.doubling import recursive_doubling_all_reduce
 from labkit.parallel.transport import SHARED, find_transport, transport_in_use
-from labkit.parallel.transport.base import POINT_TO_POINT, Rounds, Transfer, Transport
+from labkit.parallel.transport.base import POINT_TO_POINT, Transfer
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
 GLOO = "gloo"
@@ -32,19 +32,21 @@ def exchange_rows(
     tensor = torch.empty(max(1, n_bytes // 4), device=device)
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[str, Call] = {}
-    for name, (reduce, transport) in _reductions(backend, device).items():
+    for name, (reduce, transport) in _find_all_reduces(backend, device).items():
         check = row_of(name, partial(_check, reduce, tensor), device=device)
-        every: dict[str, Call] = {ALL_REDUCE: partial(reduce, tensor)}
+        by_kind: dict[str, Call] = {ALL_REDUCE: partial(reduce, tensor)}
+        # Single messages have no check of their own: they go the way of a right all-reduce.
         if check["status"] == "ok":
-            every |= _message_calls(tensor, transport)
-        for what, call in every.items():
+            by_kind |= _message_calls(tensor, transport)
+        for what, call in by_kind.items():
             calls[f"{name}, {what}"] = call
             rows[f"{name}, {what}"] = {"way": name, "what": what, "n_bytes": n_bytes} | check
+    # Sums of sums would overflow after some hundred calls.
     yield from timed_rows(rows, calls, prepare=lambda _: tensor.zero_(), **timing)
 
 
-def _reductions(backend: str, device: str) -> dict[str, tuple[Callable[[Tensor], Any], str]]:
-    """Return a sum over ranks by name, and the transport of its messages."""
+def _find_all_reduces(backend: str, device: str) -> dict[str, tuple[Callable[[Tensor], Any], str]]:
+    """Return an all-reduce and the transport of its messages, by the name of the connection."""
     name = NCCL if backend == "nccl" else GLOO
     reductions: dict[str, tuple[Callable[[Tensor], Any], str]]
     reductions = {name: (dist.all_reduce, POINT_TO_POINT)}
@@ -55,26 +57,29 @@ def _reductions(backend: str, device: str) -> dict[str, tuple[Callable[[Tensor],
     return reductions
 
 
-def _message_calls(tensor: Tensor, transport: str) -> dict[str, Call]:
-    connection = find_transport(None, tensor.device, transport)
-    messages = _messages(connection, tensor)
-    calls: dict[str, Call] = {
-        what: partial(connection.run, rounds) for what, rounds in messages.items()
-    }
-    calls[DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
-    return calls
+def _message_calls(tensor: Tensor, transport_name: str) -> dict[str, Call]:
+    """Return calls of one message, of several in sequence, of one to each rank, and an all-reduce.
 
-
-def _messages(transport: Transport, tensor: Tensor) -> dict[str, Rounds]:
-    """Return the rounds of one message, of several in sequence, and of one to every rank."""
+    From one message and several follows what the call costs by itself.
+    """
+    transport = find_transport(None, tensor.device, transport_name)
     ranks = transport.world_size
     rank = transport.rank
     received = torch.zeros_like(tensor)
+    # Added to what is there, as the messages of an all-reduce are.
     to_each = [
         Transfer(tensor, (rank + s) % ranks, received, (rank - s) % ranks, add=True)
         for s in range(1, ranks)
     ]
-    return {MESSAGE: [to_each[:1]], ROW: [to_each[:1]] * IN_A_ROW, BURST: [to_each]}
+    to_neighbor = to_each[:1]
+    return {
+        MESSAGE: partial(transport.run, [to_neighbor]),
+        ROW: partial(transport.run, [to_neighbor] * IN_A_ROW),
+        BURST: partial(transport.run, [to_each]),
+        DOUBLING: partial(
+            recursive_doubling_all_reduce, tensor, op="sum", transport=transport_name
+        ),
+    }
 
 
 def _check(reduce: Callable[[Tensor], Any], tensor: Tensor) -> dict[str, str]:

@@ -62,15 +62,16 @@ class LimitPoint(ModelPoint):
     @property
     def needed_bytes(self) -> float:
         if self.sweep == "operators":
+            # Operators of one layer, and AdamW on as many parameters as it has.
             shape = SIZES[self.model]
             activations = activation_bytes(
                 replace(shape, n_layers=1), self.batch, self.context_length
             )
-            # matmuls have more operands
+            # Twice: operands of matmuls are tensors of their own, not one the other's result.
             return STATES_BYTES * n_parameters(shape) / shape.n_layers + 2 * activations
         largest = max(self.sizes, default=0)
         if self.sweep == "products":
-            largest = 8 * largest**2
+            largest = 8 * largest**2  # at most float64
         return 3 * largest  # two operands and a result
 
 
@@ -81,32 +82,28 @@ def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
 
 
 def _timed(
-    point: LimitPoint, calls: dict[str, Work], name: str, **options: Any
+    point: LimitPoint, works: dict[str, Work], column: str, **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per call, named in the column `name`.
+    """Yield a row per work, named in `column`.
 
     A sample is the mean of enough calls to take `SAMPLE_S`.
     """
-    right = {key: call for key, call in calls.items() if call.wrong is None}
-    singly = {key: {CALLS: call.run} for key, call in right.items()}
+    right = {name: work for name, work in works.items() if work.wrong is None}
+    # One call each, to know how many fill a sample: short ones would show the clock's own cost.
+    singly = {name: {CALLS: work.run} for name, work in right.items()}
     once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
-    number = {
-        key: max(1, min(MAX_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9))))
-        for key, parts in once.items()
-    }
-    repeated = {key: partial(_repeat, right[key].run, n) for key, n in number.items()}
-    rows = {
-        key: {
-            name: key,
-            "flops": call.flops,
-            "bytes": call.n_bytes,
-            **failed.get(key, status_columns(call.wrong)),
-        }
-        for key, call in calls.items()
-    }
+    n_calls: dict[str, int] = {}
+    for name, parts in once.items():
+        call_s = max(parts[CALLS][0], 1e-9)
+        n_calls[name] = max(1, min(MAX_CALLS, int(SAMPLE_S / call_s)))
+    repeated = {name: partial(_repeat, right[name].run, n) for name, n in n_calls.items()}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, work in works.items():
+        status = failed.get(name, status_columns(work.wrong))
+        rows[name] = {column: name, "flops": work.flops, "bytes": work.n_bytes, **status}
     for row in timed_rows(rows, repeated, **point.rounds, **options):
         if "seconds" in row:
-            row["seconds"] = [seconds / number[row[name]] for seconds in row["seconds"]]
+            row["seconds"] = [seconds / n_calls[row[column]] for seconds in row["seconds"]]
         yield row
 
 
@@ -124,6 +121,7 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     # Batch, and the sides m, k and n of (m, k) @ (k, n).
     squares = {f"square {size}": (1, size, size, size) for size in sizes}
     others = {
+        # Many tokens by a narrow weight, and many small matmuls as attention's.
         "tall": (1, 16 * largest, largest // 4, largest // 4),
         "batched": (ATTENTION_BATCH**3, small, small, small),
     }
@@ -175,6 +173,7 @@ def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
     """Return a copy, an addition, and one into a new tensor, of float32 arrays."""
+    # "new" allocates its result, as operators of a model do: predictions use that curve.
     n = max(1, n_bytes // 4)
     a, b, out = (torch.ones(n, device=device) for _ in range(3))
     return {
@@ -197,7 +196,8 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         torch.set_num_threads(int(call.split()[1]))
 
     try:
-        # All rows before the first is yielded: the caller would go on with fewer threads.
+        # All rows before the first is yielded: until the caller asks for the next one, it would
+        # run with this one's threads.
         rows = list(_timed(point, calls, "call", prepare=set_threads))
     finally:
         torch.set_num_threads(all_threads)
@@ -258,27 +258,31 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     d = shape.d_model
     f = shape.d_ff
     v = shape.vocabulary
-    hidden, wide, logits = (tensor(tokens, columns) for columns in (d, f, v))
+    hidden = tensor(tokens, d)
+    wide = tensor(tokens, f)
+    logits = tensor(tokens, v)
     scores = tensor(batch * shape.n_heads, context, context)
     weight = torch.ones(d, device=device)
     labels = torch.zeros(tokens, dtype=torch.int64, device=device)
-    # a layer's share of all
+    # One layer's share: all parameters of a large model would not fit.
     parameter = tensor(n_parameters(shape) // shape.n_layers).requires_grad_()
     parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter], foreach=True)
     gated = torch.empty_like(wide)
     n_hidden, n_wide, n_logits, n_scores = (x.numel() for x in (hidden, wide, logits, scores))
+    # Batch, and the sides m, k and n of (m, k) @ (k, n).
     products = {
         "attention projection": (1, tokens, d, d),
         "feed-forward product": (1, tokens, d, f),
         "output product": (1, tokens, d, v),
         "attention scores": (batch * shape.n_heads, context, shape.head_dim, context),
     }
-    calls = {
+    works = {
         name: matrix_product(device, torch.float32, *sides, batch=b)
         for name, (b, *sides) in products.items()
     }
-    calls |= {
+    # FLOPs, and the least bytes that are read and written: fused kernels read their inputs once.
+    works |= {
         "softmax": Work(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
         "RMS norm": Work(
             partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden
@@ -290,9 +294,10 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         "cross-entropy": Work(
             partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits
         ),
+        # Reads parameter, gradient and two states, and writes all but the gradient.
         "AdamW": Work(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
     }
-    yield from _timed(point, calls, "operator")
+    yield from _timed(point, works, "operator")
 
 
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:

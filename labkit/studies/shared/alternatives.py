@@ -46,6 +46,8 @@ def row_of(
         except Exception as error:
             columns = describe_failure(error, device)
             is_halfway = bool(traffic) and _may_interrupt_collective(error)
+            # Several ranks go on only if each of them has failed, and none between messages: one
+            # that waits for a message would take the next alternative's for it.
             if _is_one_of_several() and (is_halfway or not _do_all_ranks_raise(call_id)):
                 _note_user_line(error)
                 raise
@@ -170,7 +172,7 @@ def describe_failure(error: Exception, device: str) -> dict[str, str]:
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return {"status": "oom", "reason": text or kind}
-    reason = ": ".join(filter(None, (kind, text)))
+    reason = f"{kind}: {text}" if text else kind
     return {"status": "failed", "reason": reason + user_line(error)}
 
 

@@ -16,11 +16,10 @@ from labkit.parallel.messages import cpu_group, gather_json
 
 
 def save_checkpoint(path: Path | None, state: Any) -> None:
-    """Replace the checkpoint by rank 0's `state`. A collective.
+    """Replace the checkpoint by rank 0's `state`, whole or not at all. A collective.
 
-    `state`: tensors, numbers, strings and None, in lists and dicts.
-
-    The file is there whole or not at all. Without a path, nothing is written.
+    `state`: tensors, numbers, strings and None, in lists and dicts. Without a path, nothing is
+    written.
     """
     if path is not None and dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +42,9 @@ def load_checkpoint(path: Path | None) -> Any | None:
     length = gather_json(len(content))[0]
     if not length:
         return None
-    tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
+    tensor = torch.empty(length, dtype=torch.uint8)
+    if content:
+        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    # Between CPUs: NCCL would need the file on the GPU first.
     dist.broadcast(tensor, src=0, group=cpu_group())
     return torch.load(io.BytesIO(tensor.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -29,7 +29,7 @@ from labkit.bench.check import (
     max_over_ranks,
     status_columns,
 )
-from labkit.bench.checksums import fill_part, first_deviation
+from labkit.bench.checksums import Deviation, fill_part, first_deviation
 from labkit.nn.training import Workload
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
@@ -38,15 +38,12 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 The order of sums, and fused or atomic additions, change it by some hundred units of float32. A
 wrong kernel, or a rank that is missing, changes it by the size of the gradient.
 """
-# For a mean of whole numbers that is whole: dividing first by a number of ranks that is no power of
-# two rounds.
-HALF = 0.5
+# Wrappers may divide before they add, which rounds unless the number of ranks is a power of two. A
+# missing part is off by one or more.
+WHOLE_NUMBER_TOLERANCE = 0.5
 
-RIGHT = -1
-MISSING = -2
-"""In the place of an element: none is wrong; the tensor itself is missing."""
-Deviation = tuple[int, float, float]
-"""The first wrong element, the expected value, and the actual one."""
+MISSING = Deviation(-1, 0.0, 0.0)
+"""The tensor itself is missing, or has another shape."""
 Run = Callable[[], None]
 """Forward and backward of one step, after which gradients are averaged."""
 
@@ -102,30 +99,38 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str 
         run()
     pairs = zip(_take_gradients(parameters.values()), starts, strict=True)
     ranks = dist.get_world_size()
-    deviations: list[Deviation] = []
+    deviations: list[Deviation | None] = []
     for mean, start in pairs:
-        if mean is None:
-            deviations.append((MISSING, 0.0, 0.0))
-        else:
-            deviations.append(first_deviation(mean.contiguous(), ranks, starts=start, within=HALF))
+        deviation: Deviation | None = MISSING
+        if mean is not None:
+            deviation = first_deviation(
+                mean.contiguous(), ranks, starts=start, within=WHOLE_NUMBER_TOLERANCE
+            )
+        deviations.append(deviation)
     wrong = describe_first(list(parameters), deviations)
     return None if wrong is None else f"{wrong} in a mean of whole numbers, which is whole"
 
 
-def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
+def describe_first(names: Sequence[str], deviations: Sequence[Deviation | None]) -> str | None:
     """Describe the first rank and tensor that are wrong, or None.
 
     "rank 1, layers.0.weight, element 5: expected 96, got 48".
 
-    A collective: every rank has a deviation for each name, and gets the same text.
+    A collective: every rank has a deviation, or None, for each name, and gets the same text.
     """
-    local = ((index, *one) for index, one in enumerate(deviations) if one[0] != RIGHT)
-    place = first_failing_rank(next(local, (RIGHT, 0, 0, 0)))
-    if place is None:
+    # Ranks exchange equally many numbers, whether or not they found something.
+    report: tuple[float, ...] = (-1, 0, 0, 0)
+    for number, deviation in enumerate(deviations):
+        if deviation is not None:
+            report = (number, *deviation)
+            break
+    failure = first_failing_rank(report)
+    if failure is None:
         return None
-    rank, (index, element, expected, got) = place
-    where = f"rank {rank}, {names[int(index)].removeprefix('module.')}"
-    if element == MISSING:
+    rank, (name, element, expected, got) = failure
+    # torch's DDP, and wrappers like it, put "module." before the model's names.
+    where = f"rank {rank}, {names[int(name)].removeprefix('module.')}"
+    if element == MISSING.element:
         return f"{where}: missing, or of another shape"
     return f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
 
@@ -164,22 +169,20 @@ def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int
 def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -> float:
     """Return the largest deviation of any rank, relative to its tensor's largest mean.
 
-    Infinite for NaN or none.
+    Infinite for NaN and for a missing gradient.
     """
     actual = {str(index): one for index, one in enumerate(gradients) if one is not None}
-    return max_over_ranks(
-        largest_difference(actual, {str(index): one for index, one in enumerate(means)})
-    )
+    expected = {str(index): one for index, one in enumerate(means)}
+    return max_over_ranks(largest_difference(actual, expected))
 
 
 def furthest(actual: Tensor, expected: Tensor) -> Deviation:
-    """Return the element that deviates most, NaN before all others.
-
-    The expected value, and the actual one.
-    """
+    """Return the element that deviates most, NaN before all others."""
     difference = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
     element = int(difference.argmax())
-    return element, float(expected.reshape(-1)[element]), float(actual.reshape(-1)[element])
+    return Deviation(
+        element, float(expected.reshape(-1)[element]), float(actual.reshape(-1)[element])
+    )
 
 
 def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
@@ -204,23 +207,25 @@ class Reference:
 
         `error` is the largest of any rank. A collective.
         """
-        errors, deviations = zip(
-            *(self._compare(parameters.get(name), name) for name in self.expected), strict=True
-        )
-        return {
-            "error": max_over_ranks(max(errors)),
-            **status_columns(describe_first([*self.expected], deviations)),
-        }
+        errors: list[float] = []
+        deviations: list[Deviation | None] = []
+        for name in self.expected:
+            error, deviation = self._compare(parameters.get(name), name)
+            errors.append(error)
+            deviations.append(deviation)
+        wrong = describe_first(list(self.expected), deviations)
+        return {"error": max_over_ranks(max(errors)), **status_columns(wrong)}
 
-    def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation]:
+    def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation | None]:
         """Return the relative error of a parameter, and its worst element if that is wrong."""
         expected = self.expected[name]
         scale = self.scales[name]
         if actual is None or actual.shape != expected.shape:
-            return math.inf, (MISSING, 0.0, 0.0)
+            return math.inf, MISSING
         difference = largest(actual - expected)
         if difference <= PARAMETER_TOLERANCE * scale:
-            return difference / (scale or 1.0), (RIGHT, 0.0, 0.0)
+            # A parameter that no step changes has the scale 0, and here no difference.
+            return difference / (scale or 1.0), None
         error = math.inf
         if scale and not math.isnan(difference):
             error = difference / scale
@@ -239,18 +244,18 @@ def train_in_one_process(
         for workload in workloads:
             (workload.loss(model) / len(workloads)).backward()
         optimizer.step()
-    slopes = {
+    gradients = {
         name: largest(value.grad)
         for name, value in model.named_parameters()
         if value.grad is not None
     }
     expected = _copy_parameters(model)
     changes = {name: largest(value - start[name]) for name, value in expected.items()}
-    flat = ROUNDING * max(slopes.values(), default=0.0)
+    rounding = ROUNDING * max(gradients.values(), default=0.0)
     # AdamW turns a gradient that is rounding into a full step of any sign.
     scales = dict(changes)
-    for name, slope in slopes.items():
-        if 0 < slope <= flat:
+    for name, gradient in gradients.items():
+        if 0 < gradient <= rounding:
             scales[name] = max(changes.values())
     return Reference(expected, scales)
 

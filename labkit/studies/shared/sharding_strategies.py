@@ -1,7 +1,4 @@
-"""Strategies of sharding by name, labkit's and torch's.
-
-What wraps the model, and what builds the optimizer.
-"""
+"""Strategies of sharding by name, labkit's and torch's: a wrapper and an optimizer each."""
 
 import inspect
 from collections.abc import Callable
@@ -21,6 +18,7 @@ MakeOptimizer = Callable[..., Optimizer]
 
 
 def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
+    # Ranks of every lab on wrappers import this module, and FSDP2 takes seconds to import.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -39,8 +37,8 @@ def _plain(parameters: Any, optimizer: OptimizerClass, _: str, **settings: Any) 
 def _foreach(
     parameters: Any, optimizer: OptimizerClass, transport: str, **settings: Any
 ) -> Optimizer:
-    # One call of each operator for all parameters, as in ShardedOptimizer: ZeRO-2 is compared with
-    # it.
+    # One call of each operator for all parameters, as ShardedOptimizer has it: otherwise ZeRO-2
+    # would look slower than ZeRO-1 for its optimizer alone.
     from labkit.parallel.sharding.optimizer import may_use_foreach
 
     built = _plain(parameters, optimizer, transport, **settings)
@@ -127,7 +125,10 @@ def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap
         built = alternative(parameters, optimizer, **settings)
         return _expect(Optimizer, "a torch.optim.Optimizer", built)
 
-    IMPLEMENTATIONS[name] = (_ddp, make) if takes_an_optimizer(alternative) else (wrap, _plain)
+    if takes_an_optimizer(alternative):
+        IMPLEMENTATIONS[name] = (_ddp, make)
+    else:
+        IMPLEMENTATIONS[name] = (wrap, _plain)
     return IMPLEMENTATIONS
 
 
@@ -141,13 +142,12 @@ def takes_an_optimizer(alternative: Callable[..., Any]) -> bool:
     """Return whether a user's alternative is a sharded optimizer, not a wrapper."""
     if isinstance(alternative, type):
         return issubclass(alternative, Optimizer)
-    parameters = inspect.signature(alternative).parameters.values()
-    required = [
-        each
-        for each in parameters
-        if each.default is each.empty and each.kind < each.VAR_POSITIONAL
-    ]
-    return len(required) > 1
+    # A wrapper needs the model alone; an optimizer needs parameters and a class.
+    required = 0
+    for parameter in inspect.signature(alternative).parameters.values():
+        is_positional = parameter.kind < parameter.VAR_POSITIONAL
+        required += is_positional and parameter.default is parameter.empty
+    return required > 1
 
 
 def shard(

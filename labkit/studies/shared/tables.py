@@ -27,7 +27,8 @@ def read_published(name: str) -> pd.DataFrame:
     The README there has the source and hardware of each.
     """
     table = pd.read_csv(reference_directory() / f"{name}.csv")
-    for column in table.select_dtypes(exclude="number"):  # numbers in a column that also has "OOM"
+    # One "OOM" makes all numbers of its column strings.
+    for column in table.select_dtypes(exclude="number"):
         numbers = pd.to_numeric(table[column], errors="coerce")
         table[column] = numbers.astype(object).where(numbers.notna(), table[column])
     return table
@@ -53,16 +54,18 @@ def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
     NaN on GPUs and without a calibration.
     """
     seconds = pd.Series(float("nan"), index=table.index)
-    if results.calibration is not None:
-        on_cpu = table.loc[table["device"] == "cpu", ["calls", "sent_bytes", "world_size"]]
-        for index, *row in on_cpu.itertuples():
-            seconds[index] = results.calibration.messages_s(*row)
+    calibration = results.calibration
+    if calibration is None:
+        return seconds
+    for row in table[table["device"] == "cpu"].itertuples():
+        seconds[row.Index] = calibration.messages_s(row.calls, row.sent_bytes, row.world_size)
     return seconds
 
 
 def most_sent(rows: pd.DataFrame, keys: Iterable[str]) -> pd.DataFrame:
     """Return calls and bytes per step of the rank that sends most, with the formula's bytes."""
     values = ["sent_bytes", "formula_sent_bytes", "calls"]
+    # A run without such rows lacks the columns, too.
     rows = rows.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
     return rows.groupby(list(keys), sort=False)[values].max().reset_index()
 

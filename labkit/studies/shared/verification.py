@@ -49,6 +49,7 @@ def verify_attention(mine: Callable[..., Tensor]) -> RankCheck:
 
 
 def _verify(parallelize: Callable[[Any], Any]) -> tuple[bool, str]:
+    # A token differs from its neighbors in the sequence and in the batch: a shift by one shows.
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 5 % 23
     result = verify(_make, parallelize, [(tokens, next_tokens(tokens))])
     return bool(result), str(result)
