@@ -63,7 +63,7 @@ def test_a_record_with_releases_on_another_thread_is_repeated(monkeypatch):
     assert "other threads freed" in measure_second_peak(list, run, device="cpu")["reason"]
 
 
-def test_a_record_like_the_one_before_is_the_last():
+def test_a_record_about_like_the_one_before_is_the_last():
     made = []
 
     def make():
@@ -71,7 +71,7 @@ def test_a_record_like_the_one_before_is_the_last():
         return []
 
     def run(mine):
-        handed = [_bytes(8 * MIB)]
+        handed = [_bytes(8 * MIB + 64 * len(made))]  # not to the byte, as in a real training
         thread = threading.Thread(target=handed.clear)
         thread.start()
         thread.join()
