@@ -24,8 +24,10 @@ CARD = "hand-in.json"
 MAX_BYTES = 50 * 2**20
 """Of a file in a hand-in."""
 CLOCK_TOLERANCE = timedelta(hours=1)
-PUNCTUATION = " .-'’_+,&()\u200c\u200d"
-"""Besides letters, marks and digits of any script; the last two join letters, as in Hindi."""
+JOINERS = "\u200c\u200d"
+"""Characters without a shape of their own that belong to names, as in Hindi and Persian."""
+NOT_IN_NAMES = '/\\:*?"<>|'
+"""Who types these means a path, or copied a page."""
 
 
 def write_hand_in(
@@ -69,16 +71,17 @@ def write_hand_in(
 def normalize_name(name: str) -> str:
     """Return a name in the one form in which it is compared (NFC), without outer or double blanks.
 
-    Keyboards differ in how they type an accent. ParameterError for a name without letters, or with
-    characters that no name has.
+    Keyboards differ in how they type an accent, and what is copied brings marks of direction along.
+    ParameterError for a name without letters, or with characters that no name has.
     """
-    normal = " ".join(unicodedata.normalize("NFC", name).split())
-    is_known = all(one in PUNCTUATION or unicodedata.category(one)[0] in "LMN" for one in normal)
-    has_letter = any(unicodedata.category(one)[0] in "LN" for one in normal)
-    if not (is_known and has_letter and len(normal) <= 64):
+    seen = "".join(one for one in name if unicodedata.category(one) != "Cf" or one in JOINERS)
+    normal = " ".join(unicodedata.normalize("NFC", seen).split())
+    kinds = {unicodedata.category(one)[0] for one in normal if one not in JOINERS}
+    is_known = "C" not in kinds and not set(normal) & set(NOT_IN_NAMES)
+    if not (is_known and kinds & {"L", "N"} and len(normal) <= 64):
         raise ParameterError(
-            f"expected a name of letters, digits, blanks and {PUNCTUATION[1:-2]}, at most 64, got"
-            f" {name!r:.80}"
+            f"expected a name with letters or digits, at most 64 characters, none of"
+            f" {' '.join(NOT_IN_NAMES)}, got {name!r:.80}"
         )
     return normal
 

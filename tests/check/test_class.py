@@ -259,7 +259,10 @@ def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row(home, monkeypatch
     assert result.status == 1
 
 
-NAMES = ["José", "नेहा शर्मा", "กิตติ", "O’Brien", "lee, ann", "Ann+Lee", " Ann", "محمد"]
+NAMES = [
+    *("José", "नेहा शर्मा", "กิตติ", "O’Brien", "lee, ann", "Ann+Lee", " Ann", "محمد"),
+    *("O‘Brien", "Gal·la", "ジョン・スミス", "ג׳ון", "Anna–Maria", "علی\u200cرضا", "Ann #3"),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
