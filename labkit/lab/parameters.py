@@ -115,12 +115,17 @@ def check_papermill_cell(study: Lab, cells: Sequence[str], passed: Mapping[str, 
     check_names(study.name, names, passed)
     # Without a cell tagged `parameters`, papermill puts its cell above all others, and the
     # notebook's defaults overwrite it. `In[0]` is empty.
-    later = [name for name, value in passed.items() if value is not None and name not in names]
-    if numbers[-1] == 1 and later:
-        raise ParameterError(
-            f"{study.name}: the cell that sets `{later[0]}` may overwrite what papermill has"
-            " passed: tag it `parameters`, and start again"
-        )
+    first = dict(_assignments(cells[1])) if numbers[-1] == 1 else {}
+    for name, value in first.items():
+        try:
+            is_lost = ast.literal_eval(value) != passed[name]
+        except ValueError:  # computed: papermill writes literals
+            continue
+        if is_lost:
+            raise ParameterError(
+                f"{study.name}: papermill has set {name!r} in the first cell, and a later one has"
+                " overwritten it: tag that one `parameters`, and start again"
+            )
 
 
 def _merge(study: Lab, config: Any, others: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,8 +110,19 @@ def test_what_papermill_sets_in_vain_is_refused(passed, expected, shell):
 @pytest.mark.parametrize("injected", ['profile = "smoke"', "repeats = 7"])
 def test_papermill_s_values_above_the_parameters_cell_are_not_lost(injected, shell):
     """As papermill puts them in a notebook whose parameters cell lost its tag."""
-    with pytest.raises(ParameterError, match="tag it `parameters`"):
+    with pytest.raises(ParameterError, match="tag that one `parameters`"):
         shell(f"# Parameters\n{injected}\n", "import math", CELL, OPEN)
+
+
+def test_papermill_s_values_in_a_notebook_of_few_parameters_are_not_lost(shell):
+    opened = "lab = open_lab(study, profile=profile, repeats=5)"
+    with pytest.raises(ParameterError, match="'profile'"):
+        shell('# Parameters\nprofile = "smoke"\n', 'profile = "quick"', opened)
+
+
+def test_a_parameter_that_papermill_did_not_set_overwrites_nothing(shell):
+    opened = "lab = open_lab(study, profile='smoke', repeats=repeats)"
+    assert shell("# Parameters\nrepeats = 7\n", "import math", opened)["lab"].config.repeats == 7
 
 
 def test_a_cell_that_a_reader_calls_parameters_is_not_taken_for_papermill_s(shell):
