@@ -37,7 +37,7 @@ from labkit.studies.attention.worker import (
 from labkit.studies.shared import tasks
 
 SESSIONS_UP_TO = 2048  # tokens; at longer sequences processes hardly differ
-# gradients of shorter ones are sums of too few terms to be checked
+# Gradients of shorter sequences are sums of too few terms to be checked.
 Length = Annotated[int, Field(ge=16, lt=2**31)]
 
 
@@ -85,16 +85,17 @@ NAMES = {
 
 def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
     """Plan each dtype from short to long; then short lengths again in further sessions."""
+    # Every question compares with naive attention, which comes first and once.
     names = dict.fromkeys([EXPLICIT, *config.implementations])
-    point = partial(AttentionPoint.of, config, device=machine.device(config.device))
+    make_point = partial(AttentionPoint.of, config, device=machine.device(config.device))
     once: list[AttentionPoint] = []
-    for dtype, sequence, head_dim in product(
-        config.dtypes, sorted(config.sequences), config.head_dims
-    ):
-        here = tuple(
-            name for name in names if name != COMPILED or sequence in config.compiled_sequences
+    sizes = product(config.dtypes, sorted(config.sequences), config.head_dims)
+    for dtype, sequence, head_dim in sizes:
+        is_compiled = sequence in config.compiled_sequences
+        measured = tuple(name for name in names if name != COMPILED or is_compiled)
+        once.append(
+            make_point(implementations=measured, dtype=dtype, sequence=sequence, head_dim=head_dim)
         )
-        once.append(point(implementations=here, dtype=dtype, sequence=sequence, head_dim=head_dim))
     short = [point for point in once if point.sequence <= SESSIONS_UP_TO]
     return [*once, *repeat_in_sessions(short, config.sessions)]
 
@@ -128,14 +129,11 @@ def held(results: Results) -> pd.DataFrame:
     """Return bytes that autograd holds between the passes, and the formulas' bytes."""
     keys = [*CONFIGURATION, "causal", "implementation"]
     rows = results.rows([*keys, "saved_bytes"]).dropna(subset="saved_bytes")
-    table = (
-        rows[rows["implementation"].isin([EXPLICIT, TILED])]
-        .groupby(keys, as_index=False)["saved_bytes"]
-        .sum()
-    )
-    return table.assign(
-        predicted_bytes=[_predict_held(row) for row in table.to_dict("records")]
-    ).drop(columns="causal")
+    # What the others hold is their libraries' choice, for which there is no formula.
+    rows = rows[rows["implementation"].isin([EXPLICIT, TILED])]
+    table = rows.groupby(keys, as_index=False)["saved_bytes"].sum()
+    predicted = [_predict_held(row) for row in table.to_dict("records")]
+    return table.assign(predicted_bytes=predicted).drop(columns="causal")
 
 
 def _predict_held(row: dict[str, Any]) -> int:
@@ -152,19 +150,20 @@ def end_of_memory(results: Results) -> pd.DataFrame:
     In float32 and with a margin, for the run's batch and its largest head dimension.
     """
     frame = results.frame
-    rows = list[dict[str, Any]]()
-    if frame.empty or not results.machine_bytes > 0:
+    if frame.empty or not results.machine_bytes > 0:  # also if it is not known, NaN
         return pd.DataFrame()
     batch = int(frame["batch"].iloc[0])
     head_dim = int(frame["head_dim"].max())
     causal = bool(frame["causal"].iloc[0])
-    for sequence in (2**exponent for exponent in range(8, 31)):
+    sequence = 256
+    needed = 0.0
+    rows: list[dict[str, Any]] = []
+    while needed <= results.machine_bytes:
         needed = MARGIN * sum(explicit_peak(batch, sequence, head_dim, 4, causal=causal).values())
         rows.append(
             {"batch": batch, "head_dim": head_dim, "sequence": sequence, "needed_bytes": needed}
         )
-        if needed > results.machine_bytes:
-            break
+        sequence *= 2
     return pd.DataFrame(rows).assign(memory_bytes=results.machine_bytes)
 
 
@@ -176,6 +175,7 @@ LAB = Lab(
         " length up."
     ),
     config=AttentionConfig,
+    # As in data/reference/flash_attention.csv, and compiled as in attention_compile.csv.
     paper={
         "sequences": [2**k for k in range(7, 17)],
         "head_dims": [16, 32, 64, 128],

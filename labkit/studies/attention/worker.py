@@ -81,22 +81,23 @@ class AttentionPoint(SessionPoint):
     def planned_s(self) -> float:
         slow: tuple[str, ...] = (COMPILED,)
         check_s = 0.0
-        if self.device == "cuda":
+        if self.device == "cuda":  # on a CPU, Triton's kernel is not run
             slow = SLOW_AT_FIRST
             flop = self.batch * reference_flop(self.sequence, self.head_dim)
             check_s = min(flop, MAX_REFERENCE_FLOP) / FLOAT64_FLOP_PER_S
-        return super().planned_s + COMPILE_S * len({*slow} & {*self.implementations}) + check_s
+        n_compiled = len({*slow} & {*self.implementations})
+        return super().planned_s + COMPILE_S * n_compiled + check_s
 
     def needed_by(self, implementation: str) -> float:
         """Return the predicted memory of both passes, with inputs and a margin."""
-        element = self.torch_dtype.itemsize
+        element_bytes = self.torch_dtype.itemsize
         if implementation == "sdpa_math":  # which computes in float32, whatever the inputs are
-            element = max(4, element)
-        size = self.batch, self.sequence, self.head_dim, element
-        # a user's may build the matrix
+            element_bytes = max(4, element_bytes)
+        size = self.batch, self.sequence, self.head_dim, element_bytes
+        # Of a user's, nothing is known: it may build the matrix, too.
         if implementation in WHOLE_MATRIX or implementation not in RESERVED:
             return MARGIN * sum(explicit_peak(*size, causal=self.causal).values())
-        # as much again for gradients and tiles
+        # What is held between the passes, and as much again for gradients and tiles.
         return MARGIN * 2 * sum(tiled_saved(*size).values())
 
 
@@ -126,6 +127,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
             passes.release()
             continue
         right[name] = passes
+        # A second session would only say the same again.
         if point.session == 1:
             saved = saved_for_backward(passes.forward)[1]  # distinct storages, inputs included
             passes.release()
@@ -157,8 +159,9 @@ def _examine(
 ) -> dict[str, Any]:
     """Warm up, then run one pass with its peak memory, and compare it with float64."""
     _ = problem.reference  # computed now, not inside the measured pass
+    # Libraries allocate workspaces in their first call, which must not count in this problem's
+    # peak. Compiled code is of one shape: a smaller problem would compile it twice.
     warm_up = passes
-    # libraries allocate their workspaces, which do not belong to this problem
     if name not in SLOW_AT_FIRST:
         shape = (1, WARM_UP_TOKENS, point.head_dim)
         small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
@@ -169,8 +172,8 @@ def _examine(
     error, wrong = check(problem, results)
     row: dict[str, Any] = {"error": error, **status_columns(wrong)}
     if wrong is None and point.rounds_s is not None and pass_s > point.rounds_s:
-        del results
-        # the first may have met a stall
+        del results  # the next pass needs their memory
+        # Once more: the first may have met a stall.
         pass_s = min(pass_s, time_once(passes.run_checked, point.device)[1])
         if pass_s > point.rounds_s:
             limit = format_seconds(point.rounds_s)
@@ -188,11 +191,12 @@ def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str,
         for name, passes in right.items()
     }
     rows = {name: {"implementation": name, "status": "ok"} for name in right}
-    forward: dict[str, list[float]] = {}
+    forward_s: list[float] = []
     for row in timed_rows(rows, phases, device=point.device, **point.rounds):
         yield row
+        # An implementation's row of the forward pass comes just before that of backward.
         if row.get("phase") == FORWARD:
-            forward[row["implementation"]] = row["seconds"]
+            forward_s = row["seconds"]
         elif row.get("phase") == BACKWARD:
-            pairs = zip(forward[row["implementation"]], row["seconds"], strict=True)
-            yield row | {"phase": BOTH, "seconds": list(map(sum, pairs)), "is_sum": True}
+            both_s = [sum(pair) for pair in zip(forward_s, row["seconds"], strict=True)]
+            yield row | {"phase": BOTH, "seconds": both_s, "is_sum": True}

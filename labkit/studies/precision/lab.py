@@ -1,11 +1,11 @@
 """Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by
 model size."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Literal
 
+import numpy as np
 import pandas as pd
 from pydantic import Field
 
@@ -49,12 +49,15 @@ NAMES = {FULL: "float32", "bfloat16": "autocast to bfloat16", "float16": "autoca
 
 def points(config: PrecisionConfig, machine: Machine) -> Iterator[PrecisionPoint]:
     """Plan sums and dtypes on every device first, then timed models from small to large."""
-    present = ["cpu", "cuda"] if machine.gpus else ["cpu"]
-    devices = present if config.device == "auto" else [config.device]
+    devices: list[str] = [config.device]
+    if config.device == "auto":
+        devices = ["cpu", "cuda"] if machine.gpus else ["cpu"]
     for device in devices:
+        # Not `PrecisionPoint.of`: nothing is timed here, so rounds and sizes make no difference.
         point = partial(PrecisionPoint, device=device, seed=config.seed, timeout_s=config.timeout_s)
         yield point(part=ACCUMULATION, term=config.term, additions=config.additions)
-        yield from (point(part=DTYPES, precision=name) for name in (FULL, "bfloat16", "float16"))
+        for precision in (FULL, "bfloat16", "float16"):
+            yield point(part=DTYPES, precision=precision)
     precisions = (FULL, *config.precisions)
     for model in sorted(config.models, key=list(SIZES).index):
         yield PrecisionPoint.of(
@@ -68,10 +71,12 @@ def sums(results: Results) -> pd.DataFrame:
         ["device", "variant", "n_added", "sum", "exact_sum", "stored_sum"], part=ACCUMULATION
     ).dropna()
     error = ((table["sum"] - table["exact_sum"]) / table["exact_sum"]).abs().astype(float)
+    # A sum without an error has no number of digits, and no place on the axis.
+    digits = -np.log10(error.where(error > 0).clip(upper=1.0))
     return table.assign(
         term_error=table["stored_sum"] - table["exact_sum"],
         sum_error=table["sum"] - table["stored_sum"],
-        correct_digits=[max(0.0, -math.log10(one)) if one else float("nan") for one in error],
+        correct_digits=digits,
     )
 
 
@@ -84,6 +89,7 @@ def dtypes(results: Results) -> pd.DataFrame:
     """Return one row per device, model and autocast dtype, one column per quantity."""
     keys = ["device", "model", "precision"]
     table = results.rows([*keys, "quantity", "observed"], part=DTYPES)
+    # "first": words have no mean, and there is one per cell.
     wide = table.pivot_table(
         index=keys, columns="quantity", values="observed", aggfunc="first", sort=False
     )
@@ -98,6 +104,7 @@ LAB = Lab(
         " size."
     ),
     config=PrecisionConfig,
+    # As in data/reference/mixed_precision.csv.
     paper={
         "models": ["small", "medium", "large", "xl", "2.7B"],
         "batch": 4,

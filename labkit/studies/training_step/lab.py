@@ -96,20 +96,21 @@ def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingSte
 def step_times(results: Results) -> pd.DataFrame:
     """Return medians by model and phase, the share of the step, and the FLOP/s of its matmuls."""
     table = TIME.medians(results.frame)
-    step = (
-        table["seconds"]
-        .where(table["phase"] == worker.STEP)
-        .groupby([table[name] for name in CONFIGURATION])
-    )
-    flops = [_flops(row) for row in table.to_dict("records")]
+    table["step_s"] = table["seconds"].where(table["phase"] == worker.STEP)
+    # The step's row has the only number of its configuration.
+    step_s = table.groupby(list(CONFIGURATION))["step_s"].transform("max")
+    flops = [_count_flops(row) for row in table.to_dict("records")]
     rate = pd.Series(flops, index=table.index, dtype=float) / table["seconds"]
-    shares = 100 * table["seconds"] / step.transform("max")
-    table = table.assign(of_step_percent=shares, flops_per_s=rate.where(rate > 0))
+    table = table.drop(columns="step_s").assign(
+        of_step_percent=100 * table["seconds"] / step_s,
+        # The optimizer has no matmuls, and so no rate.
+        flops_per_s=rate.where(rate > 0),
+    )
     return in_order(table, "size", SIZES)
 
 
-def _flops(row: dict[str, Any]) -> int:
-    """FLOPs of the matmuls of a phase."""
+def _count_flops(row: dict[str, Any]) -> int:
+    """Return the FLOPs of the matmuls of a phase."""
     shape = SIZES[row["size"]]
     sizes = (int(row["batch"]), int(row["context_length"]))
     flops = 0
@@ -185,7 +186,9 @@ LAB = Lab(
         " changes."
     ),
     config=TrainingStepConfig,
+    # Compiling takes longer than all the rest of this profile.
     smoke={"compiled_sizes": [], "processes": 2},
+    # As in data/reference/end_to_end.csv and transformer_compile.csv.
     paper={
         "sizes": ["small", "medium", "large", "xl", "2.7B"],
         "profiled_sizes": ["small", "medium", "large", "xl", "2.7B"],
@@ -217,6 +220,7 @@ LAB = Lab(
             id="step_times",
             text="How long does a training step take, and which part takes most of it?",
             table=step_times,
+            # Of the largest model, which comes last.
             pick=lambda table: table.index[table["phase"] == worker.BACKWARD][-1],
             configuration=CONFIGURATION,
             says=(

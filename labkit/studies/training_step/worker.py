@@ -1,10 +1,11 @@
 """Worker of the training-step lab: phases, first steps, compiled steps, a profile."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,9 @@ COMPILED = "compiled"
 FIRST = "the first step"
 LATER = "a later step"
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
-HEADROOM = 1.1  # over the formulas of memory
-MAX_PROFILED_PASSES = 6
+# Over the formulas of memory, which leave out what operators allocate for a moment.
+HEADROOM = 1.1
+MAX_PROFILED_PASSES = 6  # shares are means without a verdict, and traces are slow to read
 COMPILE_S = 20.0
 """Planned seconds to compile a model with an empty cache."""
 
@@ -55,7 +57,7 @@ class TrainingStepPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        steps = 2 if self.sweep == "compile" else 1
+        steps = 2 if self.sweep == "compile" else 1  # the eager one stays, to be compared with
         peak = peak_bytes(SIZES[self.size], self.batch, self.context_length, device=self.device)
         return steps * HEADROOM * peak
 
@@ -112,33 +114,33 @@ def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     """Yield the first step of a new process, and the median of those that follow the first few."""
     step = _make_step(point)
     repeats = SETTLED_AFTER + max(3, min(point.repeats, 10))
-    seconds = time_interleaved({STEP: step.run}, warmup=0, repeats=repeats, device=point.device)[
-        STEP
-    ]
-    later = sorted(seconds[SETTLED_AFTER:])
+    samples = time_interleaved({STEP: step.run}, warmup=0, repeats=repeats, device=point.device)
+    seconds = samples[STEP]
+    # A process is one sample, whose steps are not independent: so one number of each kind.
+    later_s = median_high(seconds[SETTLED_AFTER:])
     yield {"which": FIRST, "seconds": [seconds[0]], "status": "ok"}
-    yield {"which": LATER, "seconds": [later[len(later) // 2]], "status": "ok"}
+    yield {"which": LATER, "seconds": [later_s], "status": "ok"}
 
 
 def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Compile with an empty cache, compare gradients, then time both in turns.
-
-    Starting the compiler is not counted.
-    """
+    """Compile with an empty cache, compare gradients, then time both in turns."""
     eager = _make_step(point)
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         _run_forward_backward(eager)
         if name == EAGER:
             return dict(OK), eager.run
-        # torch tries the C++ compiler once for each user, 15 s that are no part of compiling
+        # torch tries the C++ compiler once for each user: 15 s that are no part of compiling a
+        # model.
         if point.device == "cpu":
             torch.compile(torch.neg)(torch.zeros(64))
         torch.compiler.reset()
+        # A user's cache may have the code of an earlier run, and compiling would take no time.
         with fresh_compiler_cache():
             compiled = _make_step(point, compiled=True)
             compile_s = time_once(partial(_run_forward_backward, compiled), point.device)[1]
         error = largest_difference(gradients(compiled.model), gradients(eager.model))
+        # Drops the gradients, and allocates AdamW's states before the first timed step.
         for step in (eager, compiled):
             step.optimizer_step()
         columns = {
@@ -164,27 +166,27 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     Without the time of those that it calls.
     """
     step = _make_step(point)
-    actions = {INFERENCE: step.infer, STEP: step.run}
-    for action in actions.values():
+    for name, action in {INFERENCE: step.infer, STEP: step.run}.items():
         action()
         profile_call(action, device=point.device)  # the first one starts the profiler itself
-    passes: dict[str, list[dict[tuple[str, ...], list[float]]]] = {name: [] for name in actions}
-    for _ in range(min(point.repeats, MAX_PROFILED_PASSES)):
-        for name, action in actions.items():
-            times: dict[tuple[str, ...], list[float]] = defaultdict(list)
+        n_passes = min(point.repeats, MAX_PROFILED_PASSES)
+        # By operator, the seconds of its calls in each pass.
+        calls_s: dict[tuple[str, ...], list[list[float]]] = {}
+        for number in range(n_passes):
             for event in profile_call(action, device=point.device):
                 phase = event.within((FORWARD, BACKWARD, OPTIMIZER))
-                times[phase, event.family, event.name].append(event.self_s)
-            passes[name].append(times)
-    for name, by_pass in passes.items():
-        for key in dict.fromkeys(key for times in by_pass for key in times):
-            samples = [times.get(key, []) for times in by_pass]
-            names = dict(
-                zip(("profiled", "phase", "family", "operator"), (name, *key), strict=True)
-            )
-            yield names | {
-                "self_s": [sum(part) for part in samples],
-                "calls": [len(part) for part in samples],
+                by_pass = calls_s.setdefault(
+                    (phase, event.family, event.name), [[] for _ in range(n_passes)]
+                )
+                by_pass[number].append(event.self_s)
+        for (phase, family, operator), by_pass in calls_s.items():
+            yield {
+                "profiled": name,
+                "phase": phase,
+                "family": family,
+                "operator": operator,
+                "self_s": [sum(seconds) for seconds in by_pass],
+                "calls": [len(seconds) for seconds in by_pass],
             }
 
 
@@ -202,7 +204,7 @@ def list_operators(
     device: a torch without CUDA has no backward pass even of fake CUDA tensors. The optimizer is
     the device's.
     """
-    # ranks import this module, and need no operators
+    # Every rank imports this module, and only predictions need operators.
     from labkit.bench.operators import record_operators
 
     with fake_tensor_mode(allow_non_fake_inputs=True):
@@ -221,10 +223,11 @@ def list_operators(
 def predict_seconds(rates: "Rates", operators: Phases, parts: Iterable[str]) -> float:
     """Predict seconds of parts of a step: operators at the device's rates, and autograd."""
     parts = list(parts)
-    passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
-    # layers repeat
+    n_autograd = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
+    # Layers repeat their operators: each different one is looked up once.
     counts = Counter(
-        (one.flops, one.n_bytes, one.dtype) for part in parts for one in operators[part]
+        (call.flops, call.n_bytes, call.dtype) for part in parts for call in operators[part]
     )
-    seconds = sum(count * rates.operator_s(*one) for one, count in counts.items())
-    return seconds + rates.autograd_s(passed, begin={FORWARD, BACKWARD} <= set(parts))
+    seconds = sum(count * rates.operator_s(*call) for call, count in counts.items())
+    # The start of both passes was measured together, so a pass alone does not get it.
+    return seconds + rates.autograd_s(n_autograd, begin={FORWARD, BACKWARD} <= set(parts))

@@ -55,16 +55,18 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
         for model in config.models
     }
     ranks = set(config.world_sizes)
-    if device == "cuda" and gpus > 0:  # each rank has a GPU
+    if device == "cuda" and gpus > 0:
+        # Each rank has a GPU to itself.
         ranks = {gpus if ranks_here(each) > gpus else each for each in ranks}
     for world_size, model in product(sorted(ranks), config.models):
         base = recommended[model]
+        # Runs on the CPU recommend wrappers that a GPU's tensors cannot use.
         if device != "cpu" and base.wrapper in OVER_SHARED_MEMORY:
             base = replace(base, wrapper=DEFAULT.wrapper)
-        alone = {} if world_size > 1 else {"backend": None}
-        yield TunedStepPoint.on(
-            machine, config, world_size, model=model, **vars(base) | chosen | alone
-        )
+        about: dict[str, Any] = vars(base) | chosen
+        if world_size == 1:
+            about["backend"] = None  # one rank needs no process group
+        yield TunedStepPoint.on(machine, config, world_size, model=model, **about)
 
 
 def ingredients(results: Results) -> pd.DataFrame:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from labkit.bench.check import (
     OK,
@@ -73,6 +74,7 @@ class TunedStepPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
+        # Both steps, as if in float32: the default one is.
         return 2 * peak_bytes(SIZES[self.model], self.batch, self.context_length)
 
 
@@ -82,6 +84,7 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
     On several ranks it is under a wrapper, and each rank has a batch.
     """
     if name == DEFAULT_NAME:
+        # `recommended.DEFAULT`, without importing what no rank needs.
         point = replace(
             point, precision="float32", attention="explicit", compiled=False, wrapper=TORCH
         )
@@ -134,12 +137,13 @@ def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
     In 16 bits a mean without one of many ranks could be within the tolerance, so its completeness
     is checked, too.
     """
-    both = []
-    for step in steps.values():
+    both: dict[str, dict[str, Tensor]] = {}
+    for configuration, step in steps.items():
         _run_passes(step)
-        both.append({name: gradient.clone() for name, gradient in gradients(step.model).items()})
+        # Cloned: gradients may be views of a wrapper's buckets, which its next pass overwrites.
+        both[configuration] = {name: one.clone() for name, one in gradients(step.model).items()}
         step.drop_gradients()
-    error = max_over_ranks(largest_difference(both[1], both[0]))
+    error = max_over_ranks(largest_difference(both[JOINED], both[DEFAULT_NAME]))
     wrong = describe_error(error, tolerance)
     if dist.is_initialized():
         for step in steps.values():
