@@ -2,11 +2,13 @@
 other code."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from statistics import median
 
 import pytest
 import torch
 
+from labkit.lab.figures.draw import draw
 from labkit.lab.units import format_value
 from labkit.lab.wording import headline
 from labkit.machine.cgroups import available_cores
@@ -109,6 +111,16 @@ def test_what_checkpointing_saves_is_counted_at_the_length_of_the_largest_model(
     timed = [point.context_length for point in points if point.repeats]
     assert counted == [max(config.counted_contexts)]
     assert timed == [max(config.contexts)]
+
+
+def test_a_model_that_is_counted_at_two_lengths_has_a_panel_for_each():
+    """At smoke, where one model is counted and timed, the page of the lab failed."""
+    results = recorded("memory").results()
+    frame = results.frame.copy()
+    counted = (frame["kind"] == memory.CHECKPOINT) & (frame["size"] == "mini")
+    frame.loc[counted, ["size", "context_length"]] = ["nano", 2048]
+    figure = load_lab("memory").question("checkpointing").figure
+    assert draw(figure, replace(results, frame=frame)).data["model"].nunique() == 2
 
 
 def test_a_wrapper_is_compared_by_whole_steps_and_named():

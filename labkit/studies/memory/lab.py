@@ -171,6 +171,12 @@ def allocations(results: Results) -> pd.DataFrame:
     return table.assign(operator=[name.lstrip("_") for name in table["operator"]])
 
 
+def segment_peaks(results: Results) -> pd.DataFrame:
+    """Return counted peaks by segment; `model` has the length, of which a size may have two."""
+    table = SEGMENT_PEAK.largest(results.frame)
+    return table.assign(model=labels(table, ["size", "context_length"]))
+
+
 def fits(results: Results) -> pd.DataFrame:
     """Return the counted full step of each size, and whether it fits here.
 
@@ -265,7 +271,7 @@ LAB = Lab(
             topic="checkpointing",
             noun="checkpointing scheme",
             advice="If memory is short, use {name}.",
-            figure=Bars(source=SEGMENT_PEAK, x="segment", panel="size"),
+            figure=Bars(source=segment_peaks, x="segment", y="counted_bytes", panel="model"),
         ),
         Compare(
             id="checkpointing_time",
