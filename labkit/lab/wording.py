@@ -4,7 +4,7 @@ A headline begins with the verdict. A statement stands next to the verdict and d
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from labkit.lab.facts import Agreement, Answer, Comparison, Finding, Note, Region, Scope, Status
 from labkit.lab.phrases import ceil_percent, change, format_outside, interval, is_time, phrasing
@@ -33,76 +33,86 @@ STATUS_TEXTS: dict[Status, str] = {
 }
 
 
+class Sentence(NamedTuple):
+    """An answer's sentence in its parts: "the ring is ...", "Yes", "from 1 MiB up"."""
+
+    text: str
+    verdict: str = ""
+    extent: str = ""
+    """Where, or how far, it holds."""
+
+
 def headline(answer: Answer) -> str:
     """Say the answer in one sentence, verdict first: "Yes, from 1 MiB up: the ring is ..."."""
-    verdict, region, text = _parts(answer)
-    start = ", ".join(filter(None, (verdict, region)))
-    return capitalize(": ".join(filter(None, (start, text))))
+    sentence = _sentence(answer)
+    start = ", ".join(filter(None, (sentence.verdict, sentence.extent)))
+    return capitalize(": ".join(filter(None, (start, sentence.text))))
 
 
 def statement(answer: Answer) -> str:
     """Say the answer next to its verdict: "From 1 MiB up: the ring is ..."."""
-    _, region, text = _parts(answer)
-    return capitalize(": ".join(filter(None, (region, text))))
+    sentence = _sentence(answer)
+    return capitalize(": ".join(filter(None, (sentence.extent, sentence.text))))
 
 
-def _parts(answer: Answer) -> tuple[str, str, str]:
-    """Return the verdict in a word, where or how far it holds, and the rest of the sentence."""
+def _sentence(answer: Answer) -> Sentence:
     match answer:
         case Comparison():
             return _compare(answer)
         case Agreement():
             return _check(answer)
         case Finding():
-            return "", "", answer.says.format_map(_row_words(answer))
-    # Of an alternative that could not run, rather than that there are no rows.
+            return Sentence(answer.says.format_map(_row_words(answer)))
+    # Why an alternative could not run says more than that there are no rows.
     reasons = [note.reason for note in answer.notes if note.names]
-    return "Not measured", "", _ended([*reasons, answer.reason][0])
+    return Sentence(_ended([*reasons, answer.reason][0]), "Not measured")
 
 
-def _compare(answer: Comparison) -> tuple[str, str, str]:
+def _compare(answer: Comparison) -> Sentence:
     phrases = phrasing(answer.quantity)
     counts = answer.counts
     baseline = answer.baseline
     name = answer.subject
     if answer.verdict == "undecided":
-        return "", "", f"too few repeats to compare {name or 'alternatives'} with {baseline}."
+        return Sentence(f"too few repeats to compare {name or 'alternatives'} with {baseline}.")
     if answer.verdict == "no clear difference":
         return _no_difference(answer)
     if name is None:
         return _no_winner(answer)
+    # How much slower it is in some configurations would read as the answer for all.
     if answer.verdict == "no" and counts.worse < counts.total:
         text = f"{name} is never measurably {phrases.better} than {baseline}"
-        return "No", "", f"{text}, and {phrases.worse} in some configurations."
+        return Sentence(f"{text}, and {phrases.worse} in some configurations.", "No")
     size = change(answer)
     assert size is not None
     phrase = size.phrase
     clause = f"{name} {phrase.verb} {size.text} {phrase.words} {phrase.preposition} {baseline}"
     if answer.is_overall:
-        return capitalize(answer.verdict), f"over all {counts.total} configurations", f"{clause}."
+        extent = f"over all {counts.total} configurations"
+        return Sentence(f"{clause}.", capitalize(answer.verdict), extent)
     if answer.verdict == "no":
-        return "No", "", f"{clause}."
+        return Sentence(f"{clause}.", "No")
     region = _short_region(answer)
     if counts.worse:
         others = _other_values(answer)
-        return "It depends", "", f"{clause} {region}, and is {phrases.worse} {others}."
+        return Sentence(f"{clause} {region}, and is {phrases.worse} {others}.", "It depends")
     if counts.better == counts.total:
-        return "Yes", "", f"{clause}."
+        return Sentence(f"{clause}.", "Yes")
     if counts.is_mostly_better:
-        return "Yes", region, f"{clause}."
-    return "", f"only {region}", f"{clause}."
+        return Sentence(f"{clause}.", "Yes", region)
+    return Sentence(f"{clause}.", extent=f"only {region}")
 
 
-def _no_winner(answer: Comparison) -> tuple[str, str, str]:
+def _no_winner(answer: Comparison) -> Sentence:
     phrases = phrasing(answer.quantity)
     if answer.counts.worse == answer.counts.total:
         text = f"every {answer.noun} is {phrases.worse} than {answer.baseline}"
     else:
         text = f"no {answer.noun} is measurably {phrases.better} than {answer.baseline}"
-    return "No", "", f"{text}."
+    return Sentence(f"{text}.", "No")
 
 
-def _no_difference(answer: Comparison) -> tuple[str, str, str]:
+def _no_difference(answer: Comparison) -> Sentence:
     if answer.subject is not None:
         compared = answer.subject
     elif answer.n_alternatives == 2:
@@ -112,16 +122,14 @@ def _no_difference(answer: Comparison) -> tuple[str, str, str]:
     noun = phrasing(answer.quantity).noun
     text = f"{answer.verdict} in {noun} between {compared} and {answer.baseline}"
     if not answer.seconds_more:
-        return "", "", f"{text}."
+        return Sentence(f"{text}.")
+    # One digit: it is an estimate by the width of an interval.
     more = format_seconds(float(f"{answer.seconds_more:.1g}"))
-    return "", "", f"{text}; about {more} more would show a 10% gain."
+    return Sentence(f"{text}; about {more} more would show a 10% gain.")
 
 
 def overall(answer: Answer) -> str:
-    """Say how the subject compares with the baseline over all configurations; "" for a single one.
-
-    "Over all 4 configurations: 12% [8, 16] less time."
-    """
+    """Say "Over all 4 configurations: 12% [8, 16] less time."; "" for a single configuration."""
     if not isinstance(answer, Comparison) or answer.overall is None:
         return ""
     one = answer.overall
@@ -129,7 +137,7 @@ def overall(answer: Answer) -> str:
     start = f"Over all {one.n} configurations"
     low, high = (interval(end, end, end, phrases) for end in (one.low, one.high))
     if answer.is_overall and one.low < one.high:
-        # The headline says the ratio itself.
+        # The headline has said the ratio itself, so the line below it has the interval alone.
         ends = [low, high]
         if one.direction == "better":  # from the smaller effect to the larger one
             ends.reverse()
@@ -141,18 +149,13 @@ def overall(answer: Answer) -> str:
     return f"{start}: between {low} and {high}."
 
 
-def _check(answer: Agreement) -> tuple[str, str, str]:
+def _check(answer: Agreement) -> Sentence:
     counts = answer.counts
     if answer.verdict == "yes":
         if answer.factor == 1:
-            return "Yes", "", f"all {answer.subject} equal {answer.reference}."
+            return Sentence(f"all {answer.subject} equal {answer.reference}.", "Yes")
         percent = ceil_percent(answer.factor)
-        return "Yes", "", f"all {answer.subject} are within {percent} of {answer.reference}."
-    verdict = "No"
-    extent = ""
-    if answer.verdict == "it depends":
-        verdict = ""
-        extent = "partly"
+        return Sentence(f"all {answer.subject} are within {percent} of {answer.reference}.", "Yes")
     if not counts.better:
         share = "no"
     elif 2 * counts.better < counts.total:
@@ -161,12 +164,16 @@ def _check(answer: Agreement) -> tuple[str, str, str]:
         share = "half of the"
     else:
         share = "most"
+    # Rounded to 1.5, the worst would seem to be within the factor of 1.5 that it misses.
     worst = format_outside(answer.worst, answer.within)
     compared = f"is {worst} times {answer.reference}"
     if is_time(answer.quantity):
         compared = f"takes {worst} times the predicted time"
-    text = f"{share} {answer.subject} are within a factor of {answer.within:g} of"
-    return verdict, extent, f"{text} {answer.reference}; the worst {compared}."
+    within = f"within a factor of {answer.within:g} of {answer.reference}"
+    text = f"{share} {answer.subject} are {within}; the worst {compared}."
+    if answer.verdict == "it depends":
+        return Sentence(text, extent="partly")
+    return Sentence(text, "No")
 
 
 def _row_words(answer: Finding) -> dict[str, str]:
