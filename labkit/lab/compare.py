@@ -21,18 +21,18 @@ from labkit.lab.facts import Answer, Verdict
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
 from labkit.lab.project import write_file
-from labkit.lab.ratios import PLACES, USUAL_VARIATION, compare_ratios, ratio_tables
+from labkit.lab.ratios import PLACEMENT, USUAL_VARIATION, compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 
-REPEATING = {"seed", "warmup", "repeats", "gain", "rounds_s", "sessions", "timeout_s", "budget_s"}
-REPEATING.add("ratio_within")  # older runs have it in the place of `gain`
-"""Parameters of how often and how long: runs that differ in them are comparable."""
+# Parameters of how often and how long: runs that differ in them are comparable.
+REPETITION = {"seed", "warmup", "repeats", "gain", "rounds_s", "sessions", "timeout_s", "budget_s"}
+# Rounds ended by this width of intervals before `gain` planned them: older runs have it.
+REPETITION.add("ratio_within")
+# Further fields of a point that do not change what is measured.
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
-"""Further fields of a point that do not change what is measured."""
 
+# Fates of a verdict. "opposite": yes and no; "lost": only the first run has it.
 OUTCOMES = ("agree", "differ", "opposite", "lost", "gained")
-"""Fates of a verdict; "opposite": yes and no; "lost": the first run has it, and the other does
-not."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pa
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     """Name each run by its machine, with its start if another run of the lab has the same name."""
     machines = [(run.header.lab, run.header.machine.label) for run in runs]
+    # The start only where it is needed: a page compares machines, as a rule.
     names = {}
     for run, (lab, label) in zip(runs, machines, strict=True):
         names[run.path] = label
@@ -120,7 +121,8 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 
 def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pair:
-    for ignored in (REPEATING | MACHINE_DECIDES, REPEATING | MACHINE_DECIDES | PLACES):
+    # Placement only if nothing is shared with it: one run may have points of both devices.
+    for ignored in (REPETITION | MACHINE_DECIDES, REPETITION | MACHINE_DECIDES | PLACEMENT):
         keys = [_point_keys(run, ignored) for run in runs]
         planned = [set(by_id.values()) for by_id in keys]
         shared = planned[0] & planned[1]
@@ -132,7 +134,7 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
     parameters = {
         parameter: (before.get(parameter), after.get(parameter))
         for parameter in before | after
-        if parameter not in REPEATING and before.get(parameter) != after.get(parameter)
+        if parameter not in REPETITION and before.get(parameter) != after.get(parameter)
     }
     n_others = len(planned[0] ^ planned[1])
     return Pair(lab, runs, names, parameters, len(shared), n_others, answers, _ratios(lab, answers))
@@ -157,6 +159,7 @@ def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
 def _answer_shared(
     lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]
 ) -> dict[str, Answer]:
+    # Answered again from the shared points alone: a region or a count of others would not compare.
     results = run.results()
     points = [point for point, key in keys.items() if key in shared]
     is_shared = results.frame.reindex(columns=["point"])["point"].isin(points)
@@ -244,6 +247,7 @@ def _answer_table(pairs: Sequence[Pair]) -> pd.DataFrame:
 
 
 def _describe(answer: Answer) -> str:
+    # 1: nothing differs, or the answer has no ratio.
     if answer.effect == 1:
         return answer.verdict
     return f"{answer.verdict} ({answer.effect:.2g})"

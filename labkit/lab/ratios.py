@@ -16,18 +16,16 @@ from labkit.lab.facts import Answer
 from labkit.lab.units import labels
 
 KEYS = ["question", "configuration"]
-PLACES = {"device", "backend"}
-"""Fields that may differ between machines if they share no point otherwise."""
+# A run on GPUs and one on a CPU share no point unless these fields are left out.
+PLACEMENT = {"device", "backend"}
+# Standard deviation of a ratio from run to run on one quiet machine: two runs differ by up to 5%.
 DRIFT = 0.018
-"""Standard deviation of a ratio from run to run on one quiet machine: two runs differ by up to
-5%."""
+# So a smaller factor between the ratios of two runs is no difference, however narrow its interval.
 USUAL_VARIATION = 1.05
-"""Smallest factor between two ratios that counts."""
 
 
 def ratio_tables(lab: Lab, runs: Sequence[Mapping[str, Answer]]) -> list[pd.DataFrame]:
-    """Return the ratios of each run's answers: `ratio`, `low` and `high` by question and
-    configuration, named alike in all runs."""
+    """Return ratios with intervals by question and configuration, named alike in all runs."""
     tables = [list[pd.DataFrame]() for _ in runs]
     for question in lab.questions:
         if not isinstance(question, Compare):
@@ -38,7 +36,7 @@ def ratio_tables(lab: Lab, runs: Sequence[Mapping[str, Answer]]) -> list[pd.Data
         columns = [
             key
             for key in question.metric.columns
-            if key not in PLACES or any(table[key].nunique() > 1 for table in known)
+            if key not in PLACEMENT or any(table[key].nunique() > 1 for table in known)
         ]
         for table, rows in zip(answers, tables, strict=True):
             if table is not None:
@@ -58,7 +56,8 @@ def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]
     Columns: `change`, a ratio of ratios, with `change_low` and `change_high`, which hold for all
     rows together; `difference`, "higher", "lower" or `NO_DIFFERENCE_SHOWN`.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):  # counts may be 0
+    # Counts may be 0.
+    with np.errstate(divide="ignore", invalid="ignore"):
         sets = [
             pd.concat([np.log(table["ratio"]) for table in tables], axis="columns")
             for tables in (before, after)
@@ -73,6 +72,7 @@ def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]
         n_compared=max(len(shared), 1),
     )
     change = table["change"]
+    # A difference must be outside of its interval, and of what runs of one machine differ by.
     least = np.maximum(table["reach"], math.log(USUAL_VARIATION))
     difference = np.select(
         [change > least, change < -least], ["higher", "lower"], NO_DIFFERENCE_SHOWN
