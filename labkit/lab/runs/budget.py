@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,13 +21,20 @@ from labkit.lab.runs.store import Run, newest_runs
 from labkit.lab.units import format_seconds
 from labkit.machine.description import Machine, describe_machine
 
+# Newest runs of a lab that are read.
 MAX_RUNS = 3
-"""Newest runs of a lab that are read."""
+# Fields that change how long a point takes, not what it measures; older runs have `ratio_within`.
 HOW_LONG = {"seed", "timeout_s", "gain", "ratio_within", "repeats", "rounds_s"}
-"""Fields of a point that do not change what is measured; older runs have `ratio_within`."""
+# Work by which two machines are compared: a matmul and an addition of medium size.
 FLOPS = 1e9
 ADDED_BYTES = 2**24
-"""Work by which two machines are compared: a matmul and an addition of medium size."""
+
+
+class Elapsed(NamedTuple):
+    """Seconds that a point took, and those that each of its sets of rounds might have taken."""
+
+    seconds: float
+    rounds_s: float
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Budget:
 
         The last point of a kind goes only if nothing else is left: a question may be about it.
         """
+        # Longest first: few points are lost, and each of the many short ones answers as much.
         excess_s = sum(self.expected[point.id] for point in points) - self.seconds
         left = Counter(map(_kind, points))
         excluded = set[str]()
@@ -60,7 +69,7 @@ class Budget:
         return excluded
 
     def count(self, point: Point, elapsed_s: float) -> None:
-        """Take the time of a point that has ended into account."""
+        """Learn the pace from a point that has ended."""
         self._measured_s += elapsed_s
         self._expected_s += self.expected[point.id]
 
@@ -75,6 +84,7 @@ class Budget:
 
     @property
     def _pace(self) -> float:
+        # Of all points together: one that is wrongly planned says little of the others.
         return self._measured_s / self._expected_s if self._expected_s > 0 else 1.0
 
     @property
@@ -90,7 +100,8 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
     recorded run, times how much longer this machine takes for the same work. A point of neither is
     planned by its memory and its rounds. Points that this machine cannot measure take no time.
     """
-    known = dict[str, tuple[float, float]]()  # seconds, and those that rounds could have taken
+    known = dict[str, Elapsed]()
+    # First the recorded run, then this machine's from the oldest to the newest: the last one wins.
     for run in newest_runs(recorded_directory() / study.name):
         known |= _elapsed(run, slowness(run.header.calibration, machine))
     for run in reversed([*islice(newest_runs(runs_directory() / study.name), MAX_RUNS)]):
@@ -106,10 +117,10 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
                 seconds = point.planned_s
                 key = _key(point.describe())
                 if key in known:
-                    elapsed_s, rounds_s = known[key]
-                    # rounds that may take longer than they did
-                    longer_s = max(0.0, (getattr(point, "rounds_s", None) or 0.0) - rounds_s)
-                    seconds = elapsed_s + getattr(point, "contests", 0) * longer_s
+                    # Rounds that may take longer than they could then do so.
+                    limit_s = getattr(point, "rounds_s", None) or 0.0
+                    longer_s = max(0.0, limit_s - known[key].rounds_s)
+                    seconds = known[key].seconds + getattr(point, "contests", 0) * longer_s
                 expected[point.id] = start_s + seconds
     return expected
 
@@ -142,6 +153,7 @@ def slowness(calibration: Calibration | None, machine: Machine) -> float:
     there = calibration.rates_on(device)
     if here is None or there is None:
         return 1.0
+    # One of each kind: which of them bounds a lab's points is not known.
     ratios = [
         here.operator_s(flops, n_bytes) / there.operator_s(flops, n_bytes)
         for flops, n_bytes in ((FLOPS, 0.0), (0.0, ADDED_BYTES))
@@ -159,6 +171,7 @@ def with_more_rounds(study: Lab, config: LabConfig, more_s: float) -> LabConfig:
     machine = describe_machine()
     points = [one for one in study.plan(config, machine) if one.skip_reason(machine) is None]
     rounds_s = sum(map(_rounds_s, points))
+    # The more rounds, the more of both limits: either may be what ended them.
     values = config.model_dump()
     if not rounds_s or values.get("rounds_s") is None:
         raise ParameterError(f"{study.name}: expected rounds with a time (`rounds_s`)")
@@ -175,13 +188,14 @@ def _rounds_s(point: Point) -> float:
     return getattr(point, "contests", 0) * (getattr(point, "rounds_s", None) or 0.0)
 
 
-def _elapsed(run: Run, pace: float = 1.0) -> dict[str, tuple[float, float]]:
-    """Return the seconds of each point of a run, and those of its rounds, by its key."""
+def _elapsed(run: Run, pace: float = 1.0) -> dict[str, Elapsed]:
+    """Return how long each point of a run took, by its key."""
     elapsed = {}
     for id, end in run.ends.items():
         about = run.header.planned[id]
+        # A failure, or a deadline, says nothing of how long the point takes where it works.
         if end.status == "ok":
-            elapsed[_key(about)] = pace * end.elapsed_s, about.get("rounds_s") or 0.0
+            elapsed[_key(about)] = Elapsed(pace * end.elapsed_s, about.get("rounds_s") or 0.0)
     return elapsed
 
 

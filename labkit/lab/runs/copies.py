@@ -11,8 +11,7 @@ from labkit.lab.runs.store import Run, RunFileError, find_run
 
 
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
-    """Load runs by path or name, or all below a folder; also return files left out, with the
-    reason.
+    """Load runs by path or name, or all below a folder; return also why files were left out.
 
     Damaged files and copies are left out. ParameterError for a name without a run, a folder without
     runs, and fewer than two runs.
@@ -21,6 +20,7 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     excluded: dict[str, str] = {}
     for name in names:
         if kind_of_path(name) == "folder":
+            # Not `rglob`, which raises if a folder goes away while it reads.
             below = sorted(
                 Path(at, file)
                 for at, _, files in os.walk(name)
@@ -33,11 +33,8 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
                 )
             paths |= dict.fromkeys(below)
         else:
-            folders = [
-                folder
-                for parent in (recorded_directory(), runs_directory())
-                for folder in parent.glob("*/")
-            ]
+            parents = (recorded_directory(), runs_directory())
+            folders = [folder for parent in parents for folder in parent.glob("*/")]
             paths[find_run(folders, name)] = None
     runs = []
     for path in paths:
@@ -60,14 +57,10 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
     """
     by_content: dict[Any, Run] = {}
     copies: dict[str, str] = {}
+    # The most complete first, so that what a copy is compared with is the whole run.
     for run in sorted(runs, key=lambda run: len(run.pending)):
         header = run.header
-        content = (
-            header.lab,
-            header.started,
-            tuple(header.machine.identity),
-            tuple(header.planned),
-        )
+        content = (header.lab, header.started, *header.machine.identity, *header.planned)
         whole = by_content.setdefault(content, run)
         if whole.path.resolve() != run.path.resolve():
             copies[str(run.path)] = f"a copy of {whole.path}"

@@ -1,5 +1,4 @@
-"""Measures the points of a run, one after the other on their ranks, and writes every row as it
-comes."""
+"""Measures the points of a run, one after the other, and writes every row as it comes."""
 
 import math
 import shutil
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from labkit.bench.intervals import MIN_SAMPLES
 from labkit.bench.probe import PROBE, probed
@@ -30,15 +29,24 @@ from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_ran
 
 Events = Generator[Row | PointEnd, None, None]
 OnOutput = Callable[[str], None] | None
+# A point that takes this many times `rounds_s` is the largest of its series. Without 16-bit
+# instructions a CPU would take hours for the others.
 TOO_LONG = 6
-"""Factor over `rounds_s` from which a point is the largest of its series, as on a CPU without
-16-bit instructions."""
+
+
+class SizeLimit(NamedTuple):
+    """Points of a series are skipped from this size up, for this reason."""
+
+    size: float
+    reason: str
+
+
+NO_LIMIT = SizeLimit(math.inf, "")
 
 
 @dataclass
 class Executor:
-    """Measures points into one run, a launch per group of ranks; skips points that this machine
-    cannot hold."""
+    """Measures points into one run, a launch per group of ranks; skips what does not fit here."""
 
     study: Lab
     plugins: Plugins
@@ -50,14 +58,13 @@ class Executor:
     budget: Budget
     done: int = 0
     _start: float = field(default_factory=time.monotonic)
-    _size_limits: dict[Any, tuple[float, str]] = field(default_factory=dict)
-    """By series: the size from which points are skipped, and the reason."""
+    _size_limits: dict[Any, SizeLimit] = field(default_factory=dict)
+    # Points that are left out for the budget, before anything is measured.
     _excluded: set[str] = field(default_factory=set)
-    """Points that are left out for the budget, before anything is measured."""
+    # Points by id that are neither left out nor over.
     _pending: dict[str, Point] = field(default_factory=dict)
-    """Points by id that are neither left out nor over."""
+    # Of each row of the current point, by its median round: one stall makes no point too long.
     _rows_s: list[float] = field(default_factory=list)
-    """Time of each row of the current point, from the median: one stall makes no point too long."""
 
     def measure(self, points: list[Point]) -> None:
         self._excluded = self.budget.exclude(points)
@@ -85,10 +92,11 @@ class Executor:
         machine = describe_machine()
         remaining = []
         for point in points:
-            series, size = point.series or (None, 0.0)
-            limit, too_large = self._size_limits.get(series, (math.inf, ""))
-            reason = point.skip_reason(machine) or (too_large if size >= limit else None)
-            reason = reason or too_many_ranks_reason(point.world_size)
+            reason = (
+                point.skip_reason(machine)
+                or self._too_large_reason(point)
+                or too_many_ranks_reason(point.world_size)
+            )
             if reason is None and not self._fits(point):
                 reason = self.budget.reason
             if reason is None:
@@ -99,13 +107,19 @@ class Executor:
                 self.done += 1
         return remaining
 
+    def _too_large_reason(self, point: Point) -> str | None:
+        if point.series is None:
+            return None
+        series, size = point.series
+        limit = self._size_limits.get(series, NO_LIMIT)
+        return limit.reason if size >= limit.size else None
+
     def _fits(self, point: Point) -> bool:
         """Return whether the budget has time for a point."""
         return point.id not in self._excluded and self.budget.has_time_for(point)
 
     def _measure_group(self, points: list[Point]) -> int:
-        """Measure points of one group of ranks, until all ended or the rest is too large; return
-        how many."""
+        """Measure points of one group until all ended or the rest is too large; return how many."""
         ended = 0
         meter = LoadMeter(owns_all_ranks=not is_job_rank())
         probe = dict[str, float]()
@@ -125,15 +139,17 @@ class Executor:
                             self._count_time(values)
                     case PointEnd():
                         self._end(point, event, meter.load().model_copy(update=probe))
-                        ended = ended + 1
+                        ended += 1
                         probe = {}
                         if ended < len(points):
                             self._show(points[ended].title())
-                        is_limited = self._limit_series(point, event)
+                        must_skip = self._limit_series(point, event)
                         if ended < len(points) and not self._fits(points[ended]):
-                            is_limited = True
-                        if is_limited and not is_job_rank():
-                            break  # the ranks of a torchrun job all go on to the next point
+                            must_skip = True
+                        # Points cannot be taken out of a launch, so a new one gets the rest. In a
+                        # torchrun job all ranks have the launch's list, and go on by it.
+                        if must_skip and not is_job_rank():
+                            break
         return ended
 
     def _count_time(self, values: Mapping[str, Any]) -> None:
@@ -147,46 +163,39 @@ class Executor:
             self._rows_s.append(median(seconds) * min(len(seconds), MIN_SAMPLES))
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
-        fields = {
-            "reason": end.reason,
-            "elapsed_s": end.elapsed_s,
-            "facts": end.facts,
-            "load": load,
-        }
+        fields = {"reason": end.reason, "elapsed_s": end.elapsed_s, "facts": end.facts}
         details = _details(end.failure)
-        self.writer.end_point(
-            point, end.status, **fields | ({"details": details} if details else {})
-        )
+        if details:
+            fields["details"] = details
+        self.writer.end_point(point, end.status, load=load, **fields)
         shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
         self.done += 1
         self._pending.pop(point.id, None)
         self.budget.count(point, end.elapsed_s)
 
     def _limit_series(self, point: Point, end: PointEnd) -> bool:
-        """Skip larger points of a series after one that ran out of memory or took far too long;
-        return whether."""
+        """Skip larger points of a series after one that was too large or slow; return whether."""
         timed_s = median(self._rows_s) * len(self._rows_s) if self._rows_s else 0.0
         self._rows_s.clear()
         rounds_s = getattr(point, "rounds_s", None)
+        # Fresh ranks time what occurs once, such as compiling: no smaller point would be faster.
         is_too_long = (
             rounds_s is not None and not point.fresh_ranks and timed_s > TOO_LONG * rounds_s
         )
         if point.series is None or not (end.status == "oom" or is_too_long):
             return False
         series, size = point.series
-        limit = size, f"{point.title()} ran out of memory"
-        if end.status != "oom":  # others of this size may be faster
-            limit = (
-                math.nextafter(size, math.inf),
-                f"{MIN_SAMPLES} rounds of {point.title()} already take {format_seconds(timed_s)}",
-            )
-        self._size_limits[series] = min(limit, self._size_limits.get(series, (math.inf, "")))
+        limit = SizeLimit(size, f"{point.title()} ran out of memory")
+        if end.status != "oom":
+            took = f"{MIN_SAMPLES} rounds of {point.title()} already take {format_seconds(timed_s)}"
+            # Only larger ones: others of this size may be faster.
+            limit = SizeLimit(math.nextafter(size, math.inf), took)
+        self._size_limits[series] = min(limit, self._size_limits.get(series, NO_LIMIT))
         return True
 
     @property
     def _checkpoints(self) -> Path:
-        """Folder in which workers keep the state of an interrupted point; gone once the run is
-        complete."""
+        """Folder of the state of interrupted points, which goes once the run is complete."""
         return self.writer.path.with_suffix(".checkpoints")
 
 
@@ -197,9 +206,9 @@ def launch_points(
     on_output: OnOutput = None,
     checkpoints: Path | None = None,
 ) -> Events:
-    """Launch points of one group of ranks and yield their events; only rank 0 of a job gets
-    `checkpoints`."""
+    """Launch points of one group of ranks and yield their events."""
     first = points[0]
+    # The caller passes no folder on ranks of a job that must not write: see `run_as_worker_rank`.
     options = {"checkpoints": checkpoints} if study.keeps_checkpoints else {}
     PRELOADED.extend(module for module in study.preload if module not in PRELOADED)
     names = ("world_size", "backend", "scheduling", "timeout_s")
@@ -209,13 +218,13 @@ def launch_points(
 
 
 def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> NoReturn:
-    """Measure, in a torchrun rank other than the first, the points that the first one chooses;
-    write nothing; exit."""
+    """In a torchrun rank other than the first: measure what the first one chooses, then exit."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
-        if to_measure := [point for point in same_ranks if point.id in chosen]:
+        to_measure = [point for point in same_ranks if point.id in chosen]
+        if to_measure:
             for _ in launch_points(study, to_measure, plugins):
-                pass
+                pass  # the first rank gets the same events, and writes them
     raise SystemExit(0)
 
 

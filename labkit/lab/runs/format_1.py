@@ -6,12 +6,12 @@ Format 1 said how a row ended in the words of its columns `check` and `not_measu
 from typing import Any
 
 FORMAT = 1
+# The column `check` was a sentence: how it began is all that tells these apart.
 STATUSES = (
     ("wrong: ", "wrong"),
     ("right, but too slow to time: ", "too_slow"),
     ("failed: ", "failed"),
 )
-"""Beginnings of the column `check`, and the status that each stands for."""
 
 
 def with_status(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Measures a lab into a new run, or the rest of an interrupted run: first all checks, then the
-header, then the points.
+"""Measures a lab into a run: first all checks, then the header, then the points.
 
 Under torchrun the first rank of the job makes the decisions and writes the run; the others only
 help to measure.
@@ -32,8 +31,8 @@ from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, 
 CALIBRATING = (
     "calibrating this machine first, about 15 seconds once per day and version: predictions need it"
 )
+# A calibration, which a reader waits for, has the fewest repeats that give an interval.
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
-"""Parameters of a calibration: the fewest repeats that give an interval."""
 
 
 def measure(
@@ -57,6 +56,7 @@ def measure(
     """
     _check_job()
     check_plugins(study, plugins)
+    # While they are registered, the config may name them, as it names labkit's alternatives.
     with registered(study.register, plugins):
         config = with_plugin_names(study, config, plugins, only=only_plugins)
         folder = directory or runs_directory() / study.name
@@ -66,10 +66,7 @@ def measure(
             points = [point for point in points if point.mentions({*plugins.alternatives})]
         unavailable = _prepare(study, config, points, on_progress)
         header = _plan(study, config, profile, points).model_copy(
-            update={
-                "user_alternatives": list(plugins.alternatives),
-                "is_partial": only_plugins,
-            }
+            update={"user_alternatives": list(plugins.alternatives), "is_partial": only_plugins}
         )
         if job_rank() > 0:
             run_as_worker_rank(study, [] if unavailable else points, plugins)
@@ -113,11 +110,12 @@ def resume(
     run = Run.load(path)
     layout = ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
-    with registered(study.register, plugins):  # the run's config names them
+    # The run's config names them.
+    with registered(study.register, plugins):
         config = study.configure(run.header.profile, run.header.config)
         points = _plan_again(study, run, config)
         remaining = [point for point in points if point.id in set(run.pending)]
-        # a run that another process writes is refused before anything is fetched
+        # A run that another process writes is refused before anything is fetched.
         if job_rank() == 0:
             RunWriter.reopen(path).close()
         if unavailable := _prepare(study, config, remaining, on_progress):
@@ -125,7 +123,8 @@ def resume(
         if job_rank() > 0:
             run_as_worker_rank(study, remaining, plugins)
         with RunWriter.reopen(path) as writer:
-            if Run.load(path).pending != run.pending:  # the run was read before its file was locked
+            # The run was read before its file was locked.
+            if Run.load(path).pending != run.pending:
                 raise RunFileError(
                     f"{path}: another process has written this run meanwhile; resume it again"
                 )
@@ -140,8 +139,7 @@ def resume(
 
 
 def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
-    """Return whether a lab predicts and this machine lacks a calibration by this labkit of the last
-    24 hours.
+    """Return whether a lab predicts and this machine has no calibration by this labkit of today.
 
     False at `smoke`, which must be short, and under torchrun, where all other ranks would have to
     wait. ParameterError if the environment describes any other job.
@@ -177,14 +175,13 @@ def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> R
         planned={point.id: point.describe() for point in points},
         ranks_by_host=hosts,
         load=load_before_measuring(),
-        # a calibration measures one machine, not the links between several
+        # Calibrations measure one machine, not the links between several.
         calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
     )
 
 
 def _check_job() -> None:
-    """ParameterError if the environment describes a job of ranks that torchrun has not started, or
-    that is over."""
+    """ParameterError if the environment describes a job that is over, or not one of torchrun."""
     try:
         if torchrun.is_job_rank():
             torchrun.job_store()
@@ -195,8 +192,7 @@ def _check_job() -> None:
 def _prepare(
     study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress
 ) -> str | None:
-    """Fetch the inputs of these points if any can be measured here; return the reason if they are
-    not available."""
+    """Fetch the inputs if any of these points can be measured; return why not if that fails."""
 
     def prepare() -> str | None:
         machine = describe_machine()
@@ -208,8 +204,7 @@ def _prepare(
 
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
-    """Return the result of the first rank's call on every rank, or raise its ParameterError
-    there."""
+    """Return the first rank's result on every rank, or raise its ParameterError on all."""
     # Wait for all ranks: a call may take long, and by now rank 0 must serve the job's store if that
     # is its task.
     broadcast_from_first_rank(None)
@@ -245,11 +240,11 @@ def _check_same_setting(study: Lab, run: Run, layout: dict[str, list[int]] | Non
 
 
 def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
-    """Plan the points of a run again from its config. RunFileError if they differ from the ones in
-    its header."""
+    """Plan a run's points again. RunFileError if they differ from the ones in its header."""
     then = run.header.planned
     now = {point.id: point for point in study.plan(config, run.header.machine)}
-    points = [now[id] for id in then if id in now]  # `only_plugins` leaves others out
+    # `only_plugins` leaves others out.
+    points = [now[id] for id in then if id in now]
     if {point.id: point.describe() for point in points} != then:
         raise RunFileError(
             f"{run.path}: this labkit plans other points, or a file has changed; measure a new run"
@@ -259,6 +254,7 @@ def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
 
 def _command() -> str:
     """Return the command as typed, without paths of this machine; "notebook" inside a kernel."""
+    # A page with this command may be sent to anyone.
     program = Path(sys.argv[0]).name
     if program.startswith("ipykernel") or "ipykernel" in sys.modules:
         return "notebook"

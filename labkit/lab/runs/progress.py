@@ -1,5 +1,4 @@
-"""Progress of a measurement: points done, time so far, the current point; a line in a terminal or
-in a notebook."""
+"""Progress of a measurement, as a line in a terminal or in a notebook."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,10 +30,7 @@ class Progress:
     """Expected seconds until the last point ends; None before it exists."""
 
     def line(self, waited_s: float = 0.0) -> str:
-        """Return the state `waited_s` later as one line.
-
-        As in "3 of 9 points   61 s so far   about 40 s left   ring".
-        """
+        """Say "3 of 9 points   61 s so far   about 40 s left   ring", `waited_s` later."""
         parts = [f"{self.done} of {self.total} points"]
         if self.run is not None:
             parts.append(f"{format_seconds(round(self.elapsed_s + waited_s))} so far")
@@ -48,8 +44,7 @@ ShowProgress = Callable[[Progress], None]
 
 @contextmanager
 def terminal_line(console: Console, name: str) -> Iterator[ShowProgress]:
-    """A line on `console` that begins with `name`; its time runs on between updates. Nothing if
-    that is a file."""
+    """Show a line that begins with `name`, whose time runs on between updates; none in a file."""
     last: tuple[Progress, float] | None = None
 
     def update(progress: Progress) -> None:
@@ -60,13 +55,13 @@ def terminal_line(console: Console, name: str) -> Iterator[ShowProgress]:
         state = "starting" if last is None else last[0].line(time.monotonic() - last[1])
         return Text(f"{name}: {state}", no_wrap=True, overflow="ellipsis")
 
+    # rich asks `render` several times a second: a point may take minutes between two updates.
     with Live(console=console, transient=True, get_renderable=render):
         yield update
 
 
 class NotebookLine:
-    """One output of the running cell, replaced in place: progress while measuring, the coverage in
-    the end."""
+    """One output of the running cell, replaced in place: progress, and in the end the coverage."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -81,6 +76,7 @@ class NotebookLine:
         from IPython.display import display
 
         bundle = {"text/html": html, "text/plain": "", PROGRESS_MIME: dict(record or {})}
+        # Replaced, not added: a saved notebook keeps what is displayed last.
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:

@@ -36,6 +36,7 @@ class RunFileError(ParameterError):
     """A file that cannot be read or written as a run; the message names the file and the line."""
 
 
+# Unknown fields are refused: a newer labkit may have recorded what changes the meaning of others.
 class RunHeader(BaseModel, extra="forbid", frozen=True):
     """The first line of a run: everything needed to judge it and to measure it again."""
 
@@ -76,6 +77,7 @@ class Row(_PointRecord):
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:
+        # A frame has one row per repeat, and pairs the samples of a record by it.
         if len({len(value) for value in self.values.values() if isinstance(value, list)}) > 1:
             raise ValueError("its samples differ in number")
         return self
@@ -135,22 +137,20 @@ class RunWriter:
         stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
         with _errors_named(directory):
             directory.mkdir(parents=True, exist_ok=True)
+            # Two processes may start a run in one second: the later one's gets a number.
             for suffix in chain([""], (f"-{number}" for number in count(2))):
                 path = directory / f"{stem}{suffix}.jsonl"
                 with suppress(FileExistsError):
-                    descriptor = os.open(
-                        # O_EXCL: two processes that start in one second never share a file.
-                        path,
-                        os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND,
-                        0o644,
-                    )
+                    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND
+                    descriptor = os.open(path, flags, 0o644)
                     break
         writer = cls(path, descriptor)
         try:
             lock_file(descriptor, path)
         except ParameterError:
             writer.close()
-            path.unlink()  # it would be a run without a header
+            # It would be a run without a header.
+            path.unlink()
             raise
         writer._append(header)
         writer.sync()
@@ -158,10 +158,7 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
-        """Open an existing run, which stays unchanged until `start_resumption`.
-
-        RunFileError if another process has it.
-        """
+        """Open an existing run, unchanged as yet. RunFileError if another process has it."""
         with _errors_named(path):
             writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
@@ -180,13 +177,11 @@ class RunWriter:
         )
 
     def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
+        # Not synced: a power cut loses rows of the point under way, which is measured again.
         self._append(Row(kind="row", point=point.id, rank=rank, values=values))
 
     def end_point(self, point: Point, status: str, **fields: Any) -> None:
-        """Record how a point ended, with the `fields` of `End`.
-
-        ValueError for a missing or surplus reason.
-        """
+        """Record a point's end with the `fields` of `End`. ValueError if its reason is missing."""
         end = {"kind": "end", "point": point.id, "status": status} | fields
         self._append(End.model_validate(end))
         self.sync()
@@ -210,11 +205,11 @@ class RunWriter:
     def _append(self, record: BaseModel) -> None:
         # Without defaults, which would be most of a row's line; the header is to be complete.
         values = record.model_dump(exclude_unset=not isinstance(record, RunHeader))
-        line = (
-            json.dumps(values, separators=(",", ":"), default=datetime.isoformat).encode() + b"\n"
-        )
+        text = json.dumps(values, separators=(",", ":"), default=datetime.isoformat)
+        line = f"{text}\n".encode()
         with _errors_named(self.path):
-            while line:  # a write may be partial when the disk is nearly full; the next one raises
+            # A write may be partial when the disk is nearly full; the next one raises.
+            while line:
                 line = line[os.write(self._descriptor, line) :]
 
 

@@ -1,5 +1,4 @@
-"""Runs as read from disk: JSON-lines files, append-only, readable at every moment (`records.py` has
-the format).
+"""Runs as read from disk: append-only files, readable at every moment (format: `records.py`).
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored; `--resume`
 measures them again.
@@ -36,8 +35,8 @@ from labkit.scaling import first_problem
 __all__ = ["Run", "RunFileError", "RunHeader", "find_run", "newest_runs"]
 
 MAX_REASONS = 3
+# From this share of the measured time up, nothing is recommended by a run: ratios shift, too.
 BUSY_SHARE = 0.25
-"""Share of the measured time from which other programs make a run that of a busy machine."""
 
 
 @dataclass(eq=False, repr=False)
@@ -100,11 +99,8 @@ class Run:
     @property
     def sources(self) -> list[Source | None]:
         """Sources that measured it, each once, in order; None: not recorded."""
-        return list(
-            dict.fromkeys(
-                [self.header.machine.source, *(again.source for again in self.resumptions)]
-            )
-        )
+        sources = [self.header.machine.source, *(again.source for again in self.resumptions)]
+        return list(dict.fromkeys(sources))
 
     @property
     def pending(self) -> list[str]:
@@ -112,8 +108,7 @@ class Run:
         return [point for point in self.header.planned if point not in self.ends]
 
     def frame(self) -> pd.DataFrame:
-        """Return a copy of the measured rows: one per (point, rank, repeat), with the point's
-        fields and the values.
+        """Return a copy of the rows, one per (point, rank, repeat), with the point's fields.
 
         Only points that ended `ok`: in others ranks are missing, and so may be the slowest. Fields
         of a point that are lists (the alternatives it compared) are left out.
@@ -135,16 +130,14 @@ class Run:
             samples = {name: value for name, value in values.items() if isinstance(value, list)}
             scalars = {name: value for name, value in values.items() if name not in samples}
             for repeat in range(max(map(len, samples.values()), default=1)):
-                long.append(
-                    scalars
-                    | {"repeat": repeat}
-                    | {name: value[repeat] for name, value in samples.items()}
-                )
+                sample = {name: value[repeat] for name, value in samples.items()}
+                long.append(scalars | {"repeat": repeat} | sample)
         return pd.DataFrame(long)
 
     def results(self) -> Results:
         """Rows, calibration and reasons for missing points: the input of questions."""
         machine = self.header.machine
+        # Points of a run that is still being measured are to come, not missing.
         ended = [note for note in self.missing_points() if note.status != "pending"]
         return Results(
             self._frame,
@@ -171,8 +164,7 @@ class Run:
         ]
 
     def coverage(self) -> pd.DataFrame:
-        """Return one row per planned point: its fields, status ("pending" before its end), reason,
-        elapsed_s."""
+        """Return fields, status, reason and elapsed_s of each planned point."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
         ends = {
             point: {name: getattr(end, name) for name in pending}
@@ -203,15 +195,13 @@ class Run:
         return bool(self.busy) and busy_s >= BUSY_SHARE * max(elapsed_s.sum(), 1e-9)
 
     def failures(self) -> Iterator[tuple[str, str, str]]:
-        """Yield point, reason and details (traceback, last output) of each point that ended neither
-        ok nor skipped."""
+        """Yield point, reason and details (traceback, last output) of each point that failed."""
         for point, end in self.ends.items():
             if end.status not in ("ok", "skipped"):
                 yield point, f"{end.status}: {end.reason}", end.details
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return reports of the ranks about themselves (threads, scheduling, start method), by
-        point id."""
+        """Return what the ranks reported about themselves (threads, scheduling), by point id."""
         return {point: end.facts for point, end in self.ends.items()}
 
     def _scalar_fields(self, point: str) -> dict[str, Any]:
@@ -229,28 +219,26 @@ def newest_runs(*folders: Path) -> Iterator[Run]:
 
 
 def find_run(directories: Iterable[Path], text: str) -> Path:
-    """Find a run by its path, or by an unambiguous beginning of its name inside one of
-    `directories`."""
+    """Find a run by its path, or by an unambiguous beginning of its name in a directory."""
     path = Path(text)
     if kind_of_path(path) == "file":
         return path
     directories = list(directories)
     runs = [run for directory in directories for run in sorted(directory.glob("*.jsonl"))]
     name = path.name.removesuffix(".jsonl")
-    matches = [run for run in runs if run.stem == name] or [
-        run for run in runs if run.stem.startswith(name)
-    ]
+    # A whole name first: with a number behind it, it begins the name of the next run.
+    matches = [run for run in runs if run.stem == name]
+    matches = matches or [run for run in runs if run.stem.startswith(name)]
     if len(matches) > 1:
         names = ", ".join(f"{run.parent.name}/{run.stem}" for run in matches)
         raise RunFileError(
             f"{text!r:.300} begins the names of {len(matches)} runs: {names}; give more of one"
         )
     if not matches:
-        places = (
-            directories
-            if len(directories) <= 2
-            else [directory.parent for directory in directories]
-        )
+        # One lab has two folders; those of all labs would fill the screen.
+        places = directories
+        if len(directories) > 2:
+            places = [directory.parent for directory in directories]
         where = " or ".join(dict.fromkeys(relative_to_project(place) for place in places))
         raise RunFileError(
             f"{text!r:.300} is neither a run file nor the start of the name of one in {where}"
@@ -278,7 +266,8 @@ def _parse_header(path: Path, line: bytes) -> tuple[RunHeader, bool]:
         )
     try:
         header = RunHeader.model_validate(record)
-        # Rounds ended by the width of intervals before they were planned by a gain.
+        # Rounds ended by the width of intervals before they were planned by a gain: no lab's config
+        # has this parameter, by which a run is resumed and measured again.
         header.config.pop("ratio_within", None)
         return header, version == format_1.FORMAT
     except ValidationError as error:
