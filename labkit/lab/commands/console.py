@@ -1,5 +1,4 @@
-"""Output in a terminal: results, or a JSON document (docs/for-scripts.md), on stdout; progress and
-notes on stderr."""
+"""Output in a terminal: results or JSON (docs/for-scripts.md) on stdout, all else on stderr."""
 
 import json
 import math
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from labkit.lab.runs.progress import Progress
     from labkit.lab.runs.store import Run
 
+# Of the JSON documents: a script can refuse one that it does not know.
 FORMAT = 1
 # Text is printed as it is: names may have brackets and colons, and long lines are the terminal's to
 # wrap.
@@ -40,8 +40,8 @@ class _Console(Console):
 
 out = _Console(**AS_IT_IS)
 err = _Console(stderr=True, **AS_IT_IS)
+# A table that is not printed in a terminal has one line per row, which `grep` finds.
 PIPED_WIDTH = 10_000
-"""Columns of a table that is not printed in a terminal: one line per row, which `grep` finds."""
 
 
 def prepare_shell() -> None:
@@ -88,8 +88,7 @@ def _table(rows: Iterable[Iterable[Any]], *names: str) -> Table:
 
 @contextmanager
 def progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal on the progress of a lab; after Ctrl-C the commands that finish its
-    run and page."""
+    """Show a lab's progress in the terminal; after Ctrl-C, the commands that finish it."""
     from labkit.lab.runs.progress import terminal_line
 
     run: str | None = None
@@ -102,22 +101,24 @@ def progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
     try:
         with terminal_line(err, lab) as show:
             yield tell
-    except KeyboardInterrupt:  # here: typer would end without a word
-        hint = (
-            f"; what was measured is kept: `labkit measure {lab} --resume {run}` goes on from"
-            " there, "
-        )
-        hint += f"`labkit report {lab} --run {run}` makes the page"
-        err.print(f"interrupted{hint if run else ''}")
+    # Here: typer would end without a word.
+    except KeyboardInterrupt:
+        hint = ""
+        if run is not None:
+            hint = (
+                f"; what was measured is kept: `labkit measure {lab} --resume {run}` goes on from"
+                f" there, `labkit report {lab} --run {run}` makes the page"
+            )
+        err.print(f"interrupted{hint}")
         raise typer.Exit(130) from None
 
 
 def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
-    """Measure this machine's limits if one of these labs needs a calibration of this source and
-    day."""
+    """Measure this machine's limits if a lab needs a calibration and there is none of today."""
     from labkit.lab.calibration import LIMITS
     from labkit.lab.runs.measure import CALIBRATING, calibrate, needs_calibration
 
+    # A report that begins with the limits calibrates by them.
     if studies[0].name != LIMITS and needs_calibration(studies, profile):
         err.print(CALIBRATING)
         with progress(LIMITS) as show:
@@ -168,7 +169,9 @@ def require_device(device: object) -> None:
     """End the command with status 1 and one line if this machine lacks the requested device."""
     from labkit.machine.description import describe_machine
 
-    if reason := describe_machine().no_device_reason(str(device)):
+    # All points would be skipped for this reason, one by one.
+    reason = describe_machine().no_device_reason(str(device))
+    if reason:
         err.print(f"device={device}: {reason}")
         raise typer.Exit(1)
 
@@ -177,7 +180,9 @@ def require_loopback() -> None:
     """End the command with status 1 and one line if ranks and kernels could not talk to it."""
     from labkit.machine.loopback import no_loopback_reason
 
-    if reason := no_loopback_reason():
+    # A kernel would only say that it did not respond, after 60 seconds.
+    reason = no_loopback_reason()
+    if reason:
         err.print(
             f"127.0.0.1 cannot be reached ({reason}), and ranks and kernels talk through it;"
             " `ip link set lo up` starts it"
@@ -191,8 +196,7 @@ def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: An
 
 
 def document(command: str, numbers: Iterable[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-    """Return the document of a command: where and when it ran, its numbers (`number`), and further
-    facts."""
+    """Return the document of a command: where and when it ran, its numbers, and further facts."""
     from labkit.machine.description import describe_machine
 
     machine = describe_machine()
@@ -218,20 +222,21 @@ def number(
     measured: datetime | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Return a number with its interval, unit, validity and age; unknown and infinite values are
-    null."""
+    """Return a number with its interval, unit, validity and age, null where unknown."""
     age_s = None
+    now = datetime.now(UTC)
     # A clock that was set back dates runs in the future: their age is unknown.
-    if measured is not None and measured <= (now := datetime.now(UTC)):
+    if measured is not None and measured <= now:
         age_s = round((now - measured).total_seconds())
-    ends = {name: _finite(end) for name, end in (("value", value), ("low", low), ("high", high))}
-    others = {
-        name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()
-    }
-    return {"name": name, **ends, "unit": unit, "validity": validity, "age_s": age_s, **others}
+    for key, fact in facts.items():
+        if isinstance(fact, float):
+            facts[key] = _finite(fact)
+    ends = {"value": _finite(value), "low": _finite(low), "high": _finite(high)}
+    return {"name": name, **ends, "unit": unit, "validity": validity, "age_s": age_s, **facts}
 
 
 def _finite(value: float | None) -> float | None:
+    """Return None for NaN and infinities, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
@@ -243,59 +248,43 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
     from labkit.lab.units import labels
 
     answers = lab.answers(run.results())
-    at = run.header.started
-    disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
-    validity = f"{disturbed}: {next(iter(run.busy.values()))}" if run.busy else "ok"
+    validity = "ok"
+    if run.busy:
+        disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
+        validity = f"{disturbed}: {next(iter(run.busy.values()))}"
     for question in lab.questions:
         answer = answers[question.id]
-        facts: dict[str, Any] = {"lab": lab.name, "question": question.id}
+        headline = wording.headline(answer)
         name = f"{lab.name}.{question.id}"
+        facts: dict[str, Any] = {"unit": "ratio", "measured": run.header.started}
+        facts |= {"lab": lab.name, "question": question.id}
         if answer.verdict == "not measured":
-            yield number(
-                name, None, "ratio", validity=wording.headline(answer), measured=at, **facts
-            )
+            yield number(name, None, validity=headline, **facts)
             continue
-        said: dict[str, Any] = {
-            "verdict": answer.verdict,
-            "headline": wording.headline(answer),
-            "notes": wording.notes(answer),
-        }
-        yield number(name, answer.effect, "ratio", validity=validity, measured=at, **facts, **said)
+        facts["validity"] = validity
+        said: dict[str, Any] = {"verdict": answer.verdict, "headline": headline}
+        said["notes"] = wording.notes(answer)
+        yield number(name, answer.effect, **facts, **said)
         if isinstance(answer, Comparison) and answer.overall is not None:
             pooled = answer.overall
-            ends = {"low": pooled.low, "high": pooled.high}
-            yield number(
-                f"{name}: over all {pooled.n} configurations",
-                pooled.ratio,
-                "ratio",
-                validity=validity,
-                measured=at,
-                **facts,
-                **ends,
-            )
+            over_all = f"{name}: over all {pooled.n} configurations"
+            yield number(over_all, pooled.ratio, low=pooled.low, high=pooled.high, **facts)
         if not isinstance(question, Compare) or answer.table is None:
             continue
         names = labels(answer.table, question.metric.columns)
         ratios = answer.table[["ratio", "low", "high"]].to_numpy()
         for where, (ratio, low, high) in zip(names, ratios, strict=True):
-            facts |= {"low": low, "high": high}
-            yield number(
-                f"{name}: {where}", ratio, "ratio", validity=validity, measured=at, **facts
-            )
+            yield number(f"{name}: {where}", ratio, low=low, high=high, **facts)
 
 
 def comparison_numbers(pairs: "Iterable[Pair]") -> Iterator[dict[str, Any]]:
     """Yield every ratio that two runs share: the later run's, with that of the first one."""
     for pair in pairs:
         for row in pair.ratios.to_dict("records"):
-            facts: dict[str, Any] = {
-                "run": pair.names[1],
-                "first": row["ratio_first"],
-                "first_low": row["low_first"],
-                "first_high": row["high_first"],
-            }
-            facts |= {name: row[name] for name in ("low", "high", "change")}
-            facts |= {name: row[name] for name in ("change_low", "change_high")}
+            facts: dict[str, Any] = {"run": pair.names[1], "first": row["ratio_first"]}
+            facts |= {"first_low": row["low_first"], "first_high": row["high_first"]}
+            changes = ("low", "high", "change", "change_low", "change_high")
+            facts |= {name: row[name] for name in changes}
             facts |= {"validity": row["difference"], "measured": pair.runs[1].header.started}
             name = f"{pair.lab.name}.{row['question']}: {row['configuration']}, {pair.names[1]}"
             yield number(name, row["ratio"], "ratio", **facts)

@@ -17,8 +17,8 @@ from labkit.machine.description import describe_machine
 from labkit.parallel.transport.library import unavailable_reason
 
 SHM = Path("/dev/shm")
+# NVIDIA recommends at least this much for containers; by default Docker gives them 64 MiB.
 MIN_SHM_BYTES = 2**30
-"""NVIDIA recommends at least this much for containers; Docker gives them 64 MiB."""
 
 
 def _small_shm_note() -> str:
@@ -36,6 +36,7 @@ def machine_rows() -> list[tuple[str, str]]:
     """Return facts about this machine that matter for measuring, as (name, value)."""
     machine = describe_machine()
     facts = {name.lower(): value for name, value in cards.machine_rows(machine).items()}
+    # A page names the processor in the label of a machine without GPUs; here it always stands.
     facts["processor"] = f"{machine.cpu}, {machine.cores_text}"
     facts["memory"] += f", {format_bytes(available_memory_bytes())} available"
     if machine.gpus:
@@ -50,22 +51,19 @@ def machine_rows() -> list[tuple[str, str]]:
         if has()
     ]
     shared_memory = "compiled"
-    if reason := unavailable_reason():  # the first call compiles the transport
+    reason = unavailable_reason()  # the first call compiles the transport
+    if reason:
         shared_memory = (
             f"not available ({reason}): CPU ranks send point to point, which takes longer"
         )
     shared_memory += _small_shm_note()
     facts |= {"backends": ", ".join(backends), "shared memory": shared_memory}
-    return list(
-        (
-            facts | {"notebooks": str(notebooks_directory()), "results": f"below {project_root()}"}
-        ).items()
-    )
+    facts |= {"notebooks": str(notebooks_directory()), "results": f"below {project_root()}"}
+    return list(facts.items())
 
 
 def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, ...]]:
-    """Yield (lab, profile, planned points, points possible here, their planned time, the most
-    frequent refusal)."""
+    """Yield lab, profile, points, points possible here, their time, the commonest refusal."""
     machine = describe_machine()
     for study in studies:
         profiles = study.profiles_on(machine)

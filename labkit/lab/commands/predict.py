@@ -42,11 +42,9 @@ def predict(
     from labkit.scaling.table import read_rows
 
     try:
-        defaults = (
-            {}
-            if measured_bus_bandwidth is None
-            else {"measured_bus_bandwidth": f"{measured_bus_bandwidth:g}"}
-        )
+        defaults = {}
+        if measured_bus_bandwidth is not None:  # as text, like the cells of the table
+            defaults["measured_bus_bandwidth"] = f"{measured_bus_bandwidth:g}"
         table = read_rows(rows, defaults)
         predicted = predict_rows(table)
         if as_json:
@@ -67,6 +65,7 @@ def predict(
             f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         )
         raise ParameterError(message) from None
+    # The other rows are predicted all the same: one bad line of a thousand costs only itself.
     refused = [
         (row.line, cells["note"])
         for row, cells in zip(table, predicted, strict=True)

@@ -25,6 +25,7 @@ def draw_bars(figure: Bars, data: pd.DataFrame) -> Plot:
     """Draw rows that all have a value. ParameterError for two rows of the same bar."""
     keys = dict.fromkeys((figure.x, figure.panel, figure.color))
     names = [name for name in keys if name is not None]
+    # Drawn one over the other, two rows would look like the larger one.
     is_repeated = data.duplicated(names)
     if is_repeated.any():
         bar = data[is_repeated][names].iloc[0].to_dict()
@@ -104,6 +105,7 @@ def draw_areas(figure: Areas, data: pd.DataFrame) -> Plot:
         )
         heights = table.reindex(columns=layers, fill_value=0.0).to_numpy().T
         shades = [colors[name] for name in layers]
+        # In steps: memory jumps at an allocation, and slopes would show bytes that nobody held.
         axis.stackplot(table.index, heights, colors=shades, step="post", linewidth=0)
         y = style.value_title(figure.value)
         style.finish_axes(axis, title, x=column(figure.x).axis, y=y, grid="both")
@@ -126,6 +128,7 @@ def draw_timeline(figure: Timeline, data: pd.DataFrame) -> Plot:
     # Values of several boxes in a lane would touch.
     keys = [name for name in (figure.panel, figure.lane) if name is not None]
     has_values = not data.duplicated(keys).any()
+    # An interval may reach farther than its box.
     longest = data.reindex(columns=["high", figure.value]).max(axis=1)
     end = (data[figure.x] + longest).max()
     if has_values:
@@ -140,6 +143,7 @@ def draw_timeline(figure: Timeline, data: pd.DataFrame) -> Plot:
         style.finish_axes(axis, title, grid="x")
         axis.set_yticks(range(len(lanes)), [style.name_text(name) for name in lanes])
         style.format_axis(axis.xaxis, figure.value)
+    # From the top down, as a program is read.
     axes[0].set_ylim(len(lanes) - 0.4, -0.6)
     title = column(figure.x).axis
     if has_values:
@@ -178,6 +182,7 @@ def _write_value(axis: Axes, place: float, left: float, right: float, text: str)
     at = right
     points = 3
     align = "left"
+    # To the left only of a box that leaves room there.
     if right > FLIP * width and left > (1 - FLIP) * width:
         at = left
         points = -3

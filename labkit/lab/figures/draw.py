@@ -12,19 +12,14 @@ from labkit.lab.metric import Results
 
 
 def draw(figure: Figure, results: Results, answer_table: pd.DataFrame | None = None) -> Plot:
-    """Draw the results of a run; a figure without rows says so.
-
-    ParameterError for a missing column.
-    """
+    """Draw the results of a run. ParameterError for a missing column."""
     return draw_frame(figure, figure.frame(results, answer_table))
 
 
 def draw_frame(figure: Figure, frame: pd.DataFrame) -> Plot:
-    """Draw a frame of one row per point, bar or box; without rows, say so.
-
-    ParameterError for a missing column.
-    """
+    """Draw a frame of one row per point, bar or box. ParameterError for a missing column."""
     rows = figure.tidy(frame)
+    # A run within a budget may have no rows for a figure: the page must still be written.
     if rows.empty:
         canvas = Canvas(figsize=(WIDTH, 1.0))
         text = "nothing was measured to draw here"

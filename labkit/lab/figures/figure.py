@@ -14,8 +14,8 @@ from pandas.api.types import is_numeric_dtype
 from labkit.lab.config import ParameterError
 from labkit.lab.metric import Metric, Results
 
+# Stands for the column of colors in a figure of one color, so that drawing needs no other case.
 ALL = "all"
-"""Column of colors of a figure in one color."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,7 @@ class Figure:
     reference: str | None = None
     """Column of what a formula says: a dashed line, or one across each bar."""
     at: Mapping[str, Any] = field(default_factory=dict)
-    """Column -> value of the rows to plot. If no row has it: the largest number, or the last
-    name."""
+    """Column -> value of the rows to plot; if no row has it, the largest number or last name."""
 
     @property
     def color(self) -> str:
@@ -67,6 +66,7 @@ class Figure:
         source = self.source
         table = answer_table
         if isinstance(source, Metric):
+            # Counts have no noise: their answer rests on the largest, and so does the figure.
             table = source.largest(results.frame) if source.exact else source.medians(results.frame)
         elif source is not None:
             table = source(results)
@@ -75,10 +75,8 @@ class Figure:
         return self._select(table)
 
     def _select(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows at `at`.
-
-        Columns that the table lacks, or that make panels or colors, select nothing.
-        """
+        """Return the rows at `at`."""
+        # Columns that the table lacks, or that make panels or colors, select nothing.
         for name, wanted in self.at.items():
             if name in table and name not in (self.panel, self.color) and len(table):
                 values = table[name]

@@ -1,5 +1,6 @@
 """Draw lines over a numeric axis, or dots over names, with intervals as vertical lines."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ AT = "at"  # column of places on the x axis
 def draw_lines(figure: Lines, data: pd.DataFrame) -> Plot:
     """Draw rows that all have a value: one panel per facet."""
     has_one_x = _has_numbers(data[figure.x]) and data[figure.x].nunique() == 1
+    # All lines would be single points above one number: their names say more on that axis.
     if has_one_x and figure.color not in (figure.x, ALL):
         # Also `hue`: a metric as source gives the color of another column than `x` only.
         return draw_lines(replace(figure, x=figure.color, hue=figure.color), data)
@@ -39,6 +41,7 @@ def draw_lines(figure: Lines, data: pd.DataFrame) -> Plot:
             place = data[figure.color].map(hues.index) - (len(hues) - 1) / 2
             at = at + SPREAD / len(hues) * place
     rows = data.assign(**{AT: at})
+    # Panels are made of the unsorted rows: unknown names keep the order in which they came.
     data = rows.sort_values(AT, kind="stable")
     colors = style.colors(hues)
     markers = style.markers(hues)
@@ -67,8 +70,8 @@ def _split_panels(figure: Lines, data: pd.DataFrame) -> Iterator[tuple[str | Non
     for title, rows in style.split_panels(data, figure.panel):
         names = style.in_order(rows[figure.color])
         # In equal parts: ten lines and one more would be a panel of one.
-        n_parts = -(-len(names) // MAX_LINES)
-        size = -(-len(names) // n_parts)
+        n_parts = math.ceil(len(names) / MAX_LINES)
+        size = math.ceil(len(names) / n_parts)
         for start in range(0, len(names), size):
             part = rows[rows[figure.color].isin(names[start : start + size])]
             yield title, part.sort_values(AT, kind="stable")
@@ -100,6 +103,7 @@ def _draw_panel(
         linestyle=_line_style(figure, rows),
         markersize=5 if len(rows) <= MANY_POINTS else 2.2,
     )
+    # seaborn draws white edges, which hide small markers.
     for line in axis.lines:
         line.set_markeredgecolor(line.get_color())
     style.draw_intervals(axis, rows[AT], rows, [colors[name] for name in rows[figure.color]])

@@ -31,6 +31,7 @@ _VARIABLES = {color.lower(): f"var(--labkit-{index})" for index, color in enumer
     GRID.lower(): "var(--labkit-grid)",
     PAGE.lower(): "var(--labkit-page)",
 }
+# As matplotlib writes it into each text; a page has its own font.
 FONT_FAMILY = "'DejaVu Sans', sans-serif"
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
@@ -38,10 +39,7 @@ _LONG_NUMBER = re.compile(r"(\d+\.\d\d)\d+")
 
 
 class Mark(NamedTuple):
-    """A point, bar or box that a reader can point at, with its text.
-
-    Edges are in the coordinates of its axes.
-    """
+    """A point, bar or box with its text; edges are in the coordinates of its axes."""
 
     axis: Axes
     left: float
@@ -53,10 +51,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Plot:
-    """A drawn figure and the frame of exactly its points.
-
-    As the last expression of a cell it displays itself.
-    """
+    """A drawn figure, which a cell displays, and the frame of exactly its points."""
 
     figure: Canvas
     data: pd.DataFrame
@@ -105,6 +100,7 @@ class Plot:
             if _HREF in element.attrib:
                 element.set("href", element.attrib.pop(_HREF))
             element.attrib = {name: _page_value(value) for name, value in element.items()}
+            # matplotlib turns every upright text by nothing.
             if element.get("transform", "").startswith("rotate(-0 "):
                 del element.attrib["transform"]
             targets.add(element.get("href", "").removeprefix("#"))

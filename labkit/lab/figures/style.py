@@ -43,8 +43,8 @@ TEXT = "#000000"
 SOFT = "#56606B"
 GRID = "#DFE3E7"
 PAGE = "#FFFFFF"
+# What a formula says is dashed and black, so that it is no alternative's line.
 REFERENCE: dict[str, Any] = {"color": TEXT, "linestyle": "--", "linewidth": 1.2, "zorder": 2}
-"""Look of what a formula says."""
 
 FONT = 9  # points
 WIDTH = 7.6  # inches: a figure of one panel
@@ -166,11 +166,12 @@ def draw_intervals(
 
 def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Canvas, list[Axes]]:
     """Make panels of `height` inches with one y axis: up to three in a row, four in two rows."""
+    # Four in a square leave no row with a single panel.
     columns = 2 if panels == 4 else min(panels, MAX_PANELS_IN_ROW)
-    rows = -(-panels // columns)
+    rows = math.ceil(panels / columns)
     figure = Canvas(figsize=(WIDTH if panels == 1 else WIDE, height * rows))
     axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
-    for empty in axes[panels:]:
+    for empty in axes[panels:]:  # an empty frame would look like missing data
         empty.remove()
     return figure, axes[:panels]
 
@@ -210,6 +211,7 @@ def value_title(name: str) -> str:
 
 def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
     """Write the names of categories below an axis of `inches`, slanted if they would touch."""
+    # Bars and dots of category i stand around i on the axis.
     middle = (len(names) - 1) / 2
     half = max(len(names) / 2 + 0.1, MIN_PLACES / 2)
     longest = max(map(len, names))
@@ -259,6 +261,7 @@ def add_legend(canvas: Canvas, hue: str, handles: Mapping[str, Any]) -> None:
 
 def format_axis(axis: Any, name: str, *, is_log: bool = False) -> None:
     """Set round ticks for the present range of an axis, with the units of a column."""
+    # Values that hardly differ would fill the axis, as if they did, under ticks that read alike.
     low, high = axis.get_view_interval()
     missing = MIN_SPAN * max(abs(low), abs(high)) - (high - low)
     if missing > 0:
@@ -273,12 +276,13 @@ def format_axis(axis: Any, name: str, *, is_log: bool = False) -> None:
 
 
 def log_ticks(name: str, low: float, high: float) -> Locator:
-    """Ticks at powers of two for sizes and counts; else at 1, 2 and 5 of each power of ten, or as
-    many as have room."""
+    """Ticks at powers of two for sizes and counts; else at round numbers, as many as have room."""
+    # n_bytes runs from KiB to GiB, and 32 leads from 1 KiB to 1 MiB in two steps.
     if name.endswith("bytes"):
         return LogLocator(base=32 if name == "n_bytes" else 2, numticks=8)
     if column(name).doubles:
         return LogLocator(base=2)
+    # 1, 2, 5 where an axis is short; powers of ten alone where it is long.
     for locator in (LogLocator(subs=(1, 2, 5), numticks=12), LogLocator(numticks=MAX_TICKS)):
         number = sum(low <= tick <= high for tick in locator.tick_values(low, high))
         if MIN_TICKS <= number <= MAX_TICKS:

@@ -44,12 +44,14 @@ from labkit.parallel.collectives import ALGORITHMS
 if TYPE_CHECKING:  # it imports matplotlib
     from labkit.lab.figures.plot import Plot
 
-PIECE_MIME = "application/vnd.labkit.piece+json"  # replaces a notebook's output on the page
-MAX_CSV_BYTES = 2**18  # embedded in a page; larger tables stay next to the figure's file
+# Replaces a notebook's output on the page.
+PIECE_MIME = "application/vnd.labkit.piece+json"
+# Embedded in a page; larger tables stay next to the figure's file.
+MAX_CSV_BYTES = 2**18
 MAX_REASONS = 3  # why a machine was busy
 SOURCE_SCOPE = ".labkit-source"  # class of the pieces that show source
+# A first number means nothing without these facts; the others stand at the end of a page.
 SUMMARY_FACTS = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
-"""Facts at the top of a page, with their form there; the others stand at its end."""
 
 
 class Piece(HTML):
@@ -79,31 +81,29 @@ class Piece(HTML):
 
 
 def machine_card(machine: Machine) -> Piece:
-    """Return the card of the measured machine, which says if it is another one than the
-    reader's."""
+    """Return the card of the measured machine, which says if it is not the reader's."""
     html = piece("machine", style=piece_style(), rows=machine_rows(machine).items())
-    return Piece(html, on_page="")  # a page has the facts at its top and its end
+    # Not on a page, which has the facts at its top and its end.
+    return Piece(html, on_page="")
 
 
 def machine_rows(machine: Machine) -> dict[str, str]:
     """Return facts about a machine by name."""
-    names = [
-        (f"{count}x {gpu.name}" if count > 1 else gpu.name, gpu)
-        for count, gpu in machine.gpu_counts
-    ]
-    form = "{}, {}, compute capability {}".format
-    gpus = [
-        form(name, format_bytes(gpu.memory_bytes), gpu.compute_capability) for name, gpu in names
-    ]
+    gpus = []
+    for count, gpu in machine.gpu_counts:
+        name = f"{count}x {gpu.name}" if count > 1 else gpu.name
+        memory = format_bytes(gpu.memory_bytes)
+        gpus.append(f"{name}, {memory}, compute capability {gpu.compute_capability}")
     is_here = machine.identity == describe_machine().identity
     rows = {"Machine": machine.label + ("" if is_here else " (a recorded run, not measured here)")}
-    if machine.gpus or machine.cpu_quota:  # else the label says it
+    # The label of a machine without GPUs and quota has processor and cores.
+    if machine.gpus or machine.cpu_quota:
         rows["Processor"] = f"{machine.cpu}, {machine.cores_text}"
     rows["Memory"] = format_bytes(machine.memory_bytes)
     rows["Instructions"] = machine.instructions or ""
-    rows["GPU"] = "; ".join(gpus) or (
-        f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none"
-    )
+    rows["GPU"] = "; ".join(gpus) or "none"
+    if machine.no_gpu_reason and not gpus:
+        rows["GPU"] = f"not used: {machine.no_gpu_reason}"
     rows["GPU links"] = machine.gpu_links or ""
     rows["System"] = f"{machine.system}, Python {machine.python}"
     rows["Versions"] = ", ".join(
@@ -124,32 +124,36 @@ def note(text: str) -> Piece:
 
 
 def coverage(run: Run) -> Piece:
-    """Return one line: points planned and measured, which are missing and why, and whether the
-    machine was busy."""
+    """Return one line: points planned and measured, and why others are missing or uncertain."""
     load = run.header.load
     points = run.coverage()
+    n_points = counted(len(points), "point")
     counts = points["status"].value_counts().to_dict()
-    line = f"{counted(len(points), 'point')} planned, {counts.pop('ok', 0)} measured"
-    line += "".join(f", {count} {status}" for status, count in counts.items())
-    # without the start of ranks
-    line += f"; measuring took {format_seconds(points['elapsed_s'].sum())}."
+    parts = [f"{n_points} planned", f"{counts.pop('ok', 0)} measured"]
+    parts += [f"{count} {status}" for status, count in counts.items()]
+    # Without the start of ranks, which belongs to no point.
+    took = format_seconds(points["elapsed_s"].sum())
+    line = f"{', '.join(parts)}; measuring took {took}."
+    notes = []
     reason = busy_reason(load, run.header.machine.cores) if load else ""
-    notes = [f"At the start: busy machine: {reason}; times may be too long."] if reason else []
+    if reason:
+        notes.append(f"At the start: busy machine: {reason}; times may be too long.")
     if run.busy:
         reasons = list(dict.fromkeys(run.busy.values()))
-        more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-        when = f"{len(run.busy)} of {counted(len(points), 'point')}"
+        named = "; ".join(reasons[:MAX_REASONS])
+        if len(reasons) > MAX_REASONS:
+            named += f"; and {len(reasons) - MAX_REASONS} more"
         notes.append(
-            f"Busy machine during {when}: {'; '.join(reasons[:MAX_REASONS])}{more}. Times are too"
-            " long, and ratios less certain than their intervals."
+            f"Busy machine during {len(run.busy)} of {n_points}: {named}. Times are too long, and"
+            " ratios less certain than their intervals."
         )
     return Piece(piece("coverage", line=line, notes=notes, reasons=run.missing_points()))
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> Piece:
-    """Return a frame as an aligned table, folded on a page. A column's name decides the unit of its
-    values."""
-    if frame.empty:  # headings alone look like a mistake
+    """Return a frame as an aligned table, folded on a page, values in the unit of their column."""
+    # Headings alone look like a mistake.
+    if frame.empty:
         return note(f"{caption or 'The numbers.'} (This run has none.)")
     columns, same = split_constant(list(table_columns(frame)))
     rows = list(zip(*(one.cells for one in columns), strict=True))
@@ -161,11 +165,8 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
 
 
 def render_source(studied: Any) -> Piece:
-    """Return the source and docstring of a function, method, class or module; of what a `partial`
-    or a decorator wraps.
-
-    ParameterError for an object without Python source.
-    """
+    """Return the source of a function, method, class or module. ParameterError if it has none."""
+    # Of what a `partial` or a decorator wraps: their own source says nothing.
     inside = inspect.unwrap(getattr(studied, "func", studied))
     try:
         lines, first = inspect.getsourcelines(inside)
@@ -175,6 +176,7 @@ def render_source(studied: Any) -> Piece:
             f"expected a function or class of a module, got {studied!r:.80}"
         ) from None
     about = {
+        # Modules and callable objects have no qualified name.
         "function": getattr(inside, "__qualname__", getattr(inside, "__name__", "source")),
         "place": f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook",
         "code": Markup(
@@ -192,32 +194,30 @@ def figure(plot: "Plot", alt: str, file: str, caption: str = "") -> Piece:
     """
     points = plot.csv().encode()
     inches = plot.figure.get_figwidth()
+    # Inside the page, which makes no request and may be sent alone.
     csv = base64.b64encode(points).decode() if len(points) <= MAX_CSV_BYTES else None
     image = base64.b64encode(plot.svg.encode()).decode()
-    html, on_page = (
-        piece("figure", image=Markup(content), file=file, caption=caption, csv=csv)
-        for content in (
-            piece("picture", image=image, inches=inches, alt=alt),
-            piece("drawing", svg=plot.page_svg(), places=plot.places(), inches=inches, alt=alt),
-        )
+    picture = piece("picture", image=image, inches=inches, alt=alt)
+    drawing = piece("drawing", svg=plot.page_svg(), places=plot.places(), inches=inches, alt=alt)
+    about = {"file": file, "caption": caption, "csv": csv}
+    return Piece(
+        piece("figure", image=Markup(picture), **about),
+        on_page=piece("figure", image=Markup(drawing), **about),
     )
-    return Piece(html, on_page=on_page)
 
 
 def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) -> Piece:
-    """Return the answer to a question: verdict, sentence and scope, figures, the numbers folded,
-    notes, advice."""
+    """Return the answer to a question, with its figures, folded numbers, notes and advice."""
     has_table = answer.table is not None and len(answer.table) > 0
     about = {
         "question": question,
         "answer": answer,
         "table": table(_with_words(answer)).on_page if has_table else None,
     }
-    html, on_page = (
-        piece("answer", **about, figures=[Markup(text) for text in texts])
-        for texts in ([one.data for one in figures], [one.on_page for one in figures])
+    return Piece(
+        piece("answer", **about, figures=[Markup(one.data) for one in figures]),
+        on_page=piece("answer", **about, figures=[Markup(one.on_page) for one in figures]),
     )
-    return Piece(html, on_page=on_page)
 
 
 def _with_words(answer: Answer) -> pd.DataFrame:
@@ -225,15 +225,14 @@ def _with_words(answer: Answer) -> pd.DataFrame:
     assert answer.table is not None
     if not isinstance(answer, Comparison):
         return answer.table
+    # Ratios are judged as times are, whatever they are of: memory is lighter, not faster.
     words = phrasing(answer.quantity)
     verdicts = answer.table["verdict"].replace({"faster": words.better, "slower": words.worse})
     return answer.table.assign(verdict=verdicts)
 
 
 def stepper(
-    mine: Callable[[Any], Any] | None = None,
-    *,
-    world_sizes: Sequence[int] | None = None,
+    mine: Callable[[Any], Any] | None = None, *, world_sizes: Sequence[int] | None = None
 ) -> Piece:
     """Show the messages of all-reduces, for a reader to step through.
 
@@ -245,6 +244,7 @@ def stepper(
         ValueError: for numbers of ranks that `record_schedule` refuses.
         RankError: if `mine` raises on a rank, or calls one of torch's collectives.
     """
+    # Up to 8 ranks are threads; those of `mine` are processes, which take a second each.
     world_sizes = world_sizes or tuple(range(2, 9 if mine is None else 5))
     schedules: dict[str, dict[int, Any]] = {}
     if mine is not None:  # first: it is what the reader wants to see

@@ -35,6 +35,7 @@ KERNEL_START = (
     " __import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
 )
 ENGINE = "labkit"
+# GPU memory that is free is part of the machine's description: the next notebook reads it anew.
 RESET = (
     "get_ipython().reset(new_session=True); "
     "__import__('labkit.machine.description', fromlist=['']).describe_machine.cache_clear()"
@@ -44,28 +45,24 @@ INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
 
 
 class NotebookFailed(RuntimeError):
-    """A notebook did not run to its end. The message is the error in one line; the notebook is
-    saved."""
+    """A notebook did not run to its end. The message is one line; the notebook is saved."""
 
 
 class _KernelManager(AsyncKernelManager):
-    """Offers encryption, without which ipykernel warns, and never interrupts a kernel that is to
-    end.
+    """Starts kernels that do not warn, and ends them without interrupting."""
 
-    A kernel that is still busy with its last message would print that.
-    """
-
+    # ipykernel warns if its channels are not encrypted.
     @default("transport_encryption")
     def _encrypt(self) -> str:
         return "auto"
 
+    # A kernel that is still busy with its last message would print the interrupt.
     async def _async_interrupt_kernel(self) -> None:
         pass
 
 
 class Kernel:
-    """A kernel for several notebooks: each starts with an empty namespace and has the imports of
-    those before it.
+    """A kernel for several notebooks, each of which starts with an empty namespace.
 
     Imports and the start of a fork server would take several seconds per notebook. The server has
     what the ranks of all `studies` need.
@@ -93,7 +90,8 @@ class _Client(PapermillNotebookClient):
         super().__init__(
             notebook_manager,
             km=kernel.manager,
-            timeout=None,  # a lab has deadlines of its own, one per point
+            # A lab has deadlines of its own, one per point.
+            timeout=None,
             startup_timeout=60,
             # a reader's `random.py` in the working directory must not stand in for Python's
             extra_arguments=[
@@ -121,14 +119,14 @@ class _Client(PapermillNotebookClient):
             super().papermill_execute_cells()
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
-        if record := msg["content"].get("data", {}).get(PROGRESS_MIME):
+        record = msg["content"].get("data", {}).get(PROGRESS_MIME)
+        if record:
             self._on_progress(Progress(**record))
         return super().process_message(msg, cell, cell_index)
 
 
 class _Engine(Engine):
-    """Executes a notebook in a shared kernel and saves it as `target`, up to the cell that
-    failed."""
+    """Executes a notebook in a shared kernel and saves it as `target`, up to a failed cell."""
 
     @classmethod
     def execute_managed_notebook(
@@ -158,7 +156,8 @@ def _handing_on_interrupts(kernel: int) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         os.kill(kernel, signal.SIGINT)
 
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+    # Only the main thread gets signals.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGINT, hand_on)
@@ -184,6 +183,7 @@ def execute_notebook(
         KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks
             have ended.
     """
+    # papermill reads a file; the committed notebook may not be the one in the working tree.
     write_file(target, notebook)
     papermill_engines.register(ENGINE, _Engine)
     try:

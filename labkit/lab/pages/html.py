@@ -1,5 +1,4 @@
-"""Templates of everything displayed, and frames as tables. Jinja escapes every value, so no run can
-add markup."""
+"""Templates of everything displayed, and frames as tables. Jinja escapes every value of a run."""
 
 import base64
 import hashlib
@@ -19,9 +18,12 @@ from labkit.lab import wording
 from labkit.lab.units import column
 
 TEMPLATES = Path(__file__).parent / "templates"
-MAX_NAME_WORDS = 4  # longer texts are sentences, which keep their underscores
-MAX_COLUMNS = 9  # a wider table is set smaller, without columns whose cells are all the same
+# Longer texts are sentences, which keep their underscores.
+MAX_NAME_WORDS = 4
+# A wider table is set smaller, without columns whose cells are all the same.
+MAX_COLUMNS = 9
 SEPARATED_FROM = 100_000  # larger whole numbers have separators
+# A number and its unit must not be torn apart at the end of a line, but in code and figures.
 _UNITS = r"(?:%|[nµm]?s|min|(?:[KMGT]i|[kMGTP])?B(?:/s)?|[MGTP]?FLOP(?:/s)?)(?!\w)"
 _NOT_TEXT = r"<(script|style|svg|pre|code)\b.*?</\2>|<[^>]*>"
 _BREAKS = re.compile(rf"({_NOT_TEXT})|(?<=[\d\]]) (?={_UNITS})", re.DOTALL)
@@ -45,8 +47,8 @@ def piece(name: str, **values: Any) -> str:
 
 @cache
 def style_sheet() -> str:
-    """Return the style of a page and its pieces. The pieces' print rules come last, so that they
-    win."""
+    """Return the style of a page and its pieces."""
+    # The pieces' print rules come last, so that they win.
     return (TEMPLATES / "style.css").read_text() + piece_style()
 
 
@@ -58,14 +60,12 @@ def piece_style() -> str:
 
 @cache
 def script() -> str:
-    """Return the script of a page: sorts tables, opens them for printing, displays the values of
-    figures."""
+    """Return the script that sorts tables, opens them for printing and shows figures' values."""
     return "".join(path.read_text() for path in sorted(TEMPLATES.glob("*.js")))
 
 
 def script_hash() -> str:
-    """Return the hash of the script for a page's Content-Security-Policy, so that no other script
-    runs."""
+    """Return the script's hash for a page's Content-Security-Policy: no other script runs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
 
 
@@ -92,15 +92,12 @@ def _environment() -> Environment:
     environment = Environment(
         loader=loader,
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a misspelled name is an error, not a gap on the page
         trim_blocks=True,
         lstrip_blocks=True,
         cache_size=20,
     )
-    environment.filters |= {
-        "mark_code": mark_code,
-        "plain": lambda text: text.replace("`", ""),
-    }
+    environment.filters |= {"mark_code": mark_code, "plain": lambda text: text.replace("`", "")}
     environment.globals |= {
         "words": wording,
         "script_hash": script_hash,
@@ -139,6 +136,7 @@ def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
             ends = zip(values, visible.iloc[:, place + 1], strict=True)
             cells = [_interval(names[place - 1], low, high) for low, high in ends]
             yield TableColumn("95% interval", True, cells)
+        # `high` behind `low` is part of the interval that `low` has become.
         elif place < 2 or names[place - 1 : place + 1] != ["low", "high"]:
             present = [value for value in values if not _is_missing(value)]
             is_number = bool(present) and all(map(_is_number, present))
@@ -149,6 +147,7 @@ def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
 
 def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
     """Split a wide table into the columns whose cells differ, and a sentence on the others."""
+    # In one row all cells are "the same", and a narrow table has room for them.
     if len(columns) <= MAX_COLUMNS or len(columns[0].cells) < 2:
         return columns, ""
     same = {
@@ -157,9 +156,8 @@ def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
         if len({cell.text for cell in one.cells}) == 1
     }
     others = ", ".join(f"{name} {value}" for name, value in same.items() if value != "–")
-    return [one for one in columns if one.text not in same], (
-        f"The same in all rows: {others}." if others else ""
-    )
+    different = [one for one in columns if one.text not in same]
+    return different, f"The same in all rows: {others}." if others else ""
 
 
 def _interval(name: str, low: float, high: float) -> Cell:

@@ -21,13 +21,13 @@ from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 
 MAX_LARGEST = 5
+# A combined configuration sets these; advice on each by itself would say the same twice.
 COMBINED_TOPICS = ("precision", "attention", "compile", "synchronization")
-"""Topics that the combined configuration of a training step sets."""
+# Questions of the lab that measures the combined configuration.
 GAIN = "gain"
 INGREDIENTS = "ingredients"
-"""Questions of the lab that measures this configuration."""
+# What else ran changes nothing of what is counted or computed.
 TIMELESS = ("counted", "predicted")
-"""Verdicts that do not depend on what else ran."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,9 @@ class Entry:
 
 
 def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) -> Path:
-    """Write `<output>/index.html` from the records in `output`, in the order of `labs`, and return
-    its path.
+    """Write `<output>/index.html` from the records in `output`, in the order of `labs`.
 
-    `to_come` are labs that a report under way still measures.
+    `to_come` are labs that a report under way still measures. Returns the path.
     """
     entries = []
     missing = []
@@ -119,7 +118,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     usable = [entry for entry in quiet if entry.example is None]
     answers = [one for entry in usable for one in entry.answers]
     code = next(filter(None, (combined_code(entry.run) for entry in usable if entry.run)), None)
-    # until all labs are measured, whose answers it combines
+    # Not while labs are to come, whose answers it combines.
     combined = None if to_come or code is None else _find(answers, GAIN)
     # The parts of a combination whose gain is not shown may still gain, each by itself.
     replaces_single = combined is not None and combined.answer.verdict == "yes"
@@ -166,6 +165,7 @@ def _find(answers: Iterable[Answered], question: str) -> Answered | None:
 def _recommendations(answers: Iterable[Answered], without: Sequence[str]) -> Mapping[str, Answered]:
     """Return the strongest advice by the title of its topic, but for some topics."""
     best: dict[str | None, Answered] = {}
+    # The last one of a topic stays: a change goes before keeping the default, then the larger gain.
     for one in sorted(answers, key=lambda one: (one.answer.is_better, one.size)):
         if one.answer.advice and one.question.topic not in without:
             best[one.question.topic] = one
@@ -173,8 +173,7 @@ def _recommendations(answers: Iterable[Answered], without: Sequence[str]) -> Map
 
 
 def _largest_differences(answers: Iterable[Answered]) -> list[Answered]:
-    """Return the largest clear effect of each lab, without those that everybody expects, by
-    size."""
+    """Return the largest clear effect of each lab, largest first, without expected ones."""
     largest: dict[str, Answered] = {}
     for one in sorted(answers, key=lambda one: one.size):
         answer = one.answer
@@ -185,8 +184,7 @@ def _largest_differences(answers: Iterable[Answered]) -> list[Answered]:
 
 
 def combined_code(run: Run) -> str | None:
-    """Return the combined configuration of the lab of tuned steps as Python; None for every other
-    lab."""
+    """Return the combined configuration of a tuned step as Python; None for other labs' runs."""
     names = [field.name for field in fields(Configuration)]
     rows = run.frame().reindex(columns=["implementation", "model", "context_length", *names])
     rows = rows.dropna()

@@ -1,5 +1,4 @@
-"""Where the numbers of a page come from: the run, how to draw and measure it again, how its ranks
-ran."""
+"""Where the numbers of a page come from: the run, how to measure it again, how its ranks ran."""
 
 import json
 import shlex
@@ -28,6 +27,7 @@ def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
     """Return facts of the provenance card by name."""
     path = relative_to_project(run.path)
     example = lab.example(run.results())
+    # A row only for what this run has: most have no example, no resumption and one host.
     hosts = run.header.ranks_by_host
     resumed = "; ".join(map(_describe_resumption, run.resumptions))
     return {
@@ -54,17 +54,15 @@ def _describe_resumption(resumption: Resumption) -> str:
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:
-    """Return the command with the --set options that lead from the profile to the config of the
-    run.
-
-    Without the time that the run had: on another machine it would leave out other points, or none.
-    """
+    """Return the command, with --set for what differs from the profile, that measures it again."""
+    # A config may name alternatives of a notebook, or be of another version of the lab.
     try:
         lab.configure(header.profile, header.config, header.machine)
     except ParameterError:
         return "by the notebook with the alternatives that it adds, or the labkit that measured it"
     profiles = lab.profiles_on(header.machine, header.config.get("device") or AUTO)
     profile = profiles[header.profile].model_dump(mode="json")
+    # Without the run's time: on another machine it would leave out other points, or none.
     changed = {
         name: value
         for name, value in header.config.items()

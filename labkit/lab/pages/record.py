@@ -1,7 +1,4 @@
-"""The record beside a page: which run it draws, or why it has none.
-
-A notebook leaves the path of its run in its last output.
-"""
+"""The record next to a page: which run, named in the notebook's last output, the page draws."""
 
 from pathlib import Path
 from typing import Literal
@@ -34,29 +31,26 @@ class PageRecord(BaseModel, frozen=True):
 
 
 def run_card(lab: Lab, run: Run) -> Piece:
-    """Return the card below a lab's last cell: where the numbers come from. A page has it at its
-    end."""
+    """Return the card below a lab's last cell: where the numbers come from."""
     rows = [*provenance_rows(lab, run).items(), ("Differences", RULE)]
     record = {"run": relative_to_project(run.path)}
+    # A page has the same facts at its end.
     return Piece(piece("provenance", rows=rows), on_page="", records={RUN_MIME: record})
 
 
 def notebook_run(notebook: Path) -> Path | None:
-    """Return the file of the run of an executed notebook; None if it did not get to its last
-    cell."""
+    """Return the run of an executed notebook; None if it did not get to its last cell."""
     for cell in reversed(nbformat.read(notebook, as_version=4).cells):
         for output in cell.get("outputs", []):
-            if record := output.get("data", {}).get(RUN_MIME):
+            record = output.get("data", {}).get(RUN_MIME)
+            if record:
                 return from_project(record["run"])
     return None
 
 
 def answered_run(lab: Lab, file: Path) -> tuple[Run, dict[str, Answer]]:
-    """Load a run and answer the lab's questions from it. OSError or RunFileError if it cannot be
-    read.
-
-    A report asks for the same runs after every lab, so what has not changed is kept.
-    """
+    """Load a run and answer its lab's questions. OSError or RunFileError if it cannot be read."""
+    # A report writes its index after every lab, from the same runs: what has not changed is kept.
     key = (lab.name, file, file.stat().st_mtime_ns)
     if key not in _ANSWERED:
         run = Run.load(file)

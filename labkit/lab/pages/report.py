@@ -1,5 +1,4 @@
-"""A lab's page: its executed notebook as one HTML file that opens anywhere, offline, and makes no
-request.
+"""A lab's page: its executed notebook as one HTML file that opens offline.
 
 The page has labkit's template and style sheet. Formulas become MathML, images are embedded, and
 only sorting, hovering and switches need its script. The lab's record stands next to it.
@@ -48,6 +47,7 @@ from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run
 from labkit.machine.description import describe_machine
 
+# Sections of the contents, but for those that a page shows only with its code.
 _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
 
 
@@ -78,6 +78,7 @@ class PlannedPage:
 
     def with_config(self, values: Mapping[str, Any]) -> "PlannedPage":
         """Return the same page with these parameters of its lab."""
+        # papermill replaces the cell's `config` as a whole, so what the cell has goes along.
         config = self.parameters.get("config")
         if config is None:
             config = notebook_parameters(self.notebook, self.study.name)["config"]
@@ -112,10 +113,7 @@ def report_lab(
     kernel: Kernel,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> LabResult:
-    """Execute one lab's notebook, and write its page and record.
-
-    A failure is in the result and on the page.
-    """
+    """Execute a lab's notebook and write page and record, which tell of a failure, too."""
     start = time.monotonic()
     study = planned.study
     notebook = output / "notebooks" / f"{study.name}.ipynb"
@@ -125,6 +123,7 @@ def report_lab(
         execute_notebook(planned.notebook, notebook, planned.parameters, kernel, on_progress)
     except NotebookFailed as failure:
         error = str(failure)
+    # After a failure, too: the page shows how far the lab came.
     record = export_page(notebook, page, study, error=error)
     left_out: list[str] = []
     if record.run is not None and "budget_s" in (planned.parameters.get("config") or {}):
@@ -145,14 +144,14 @@ def _left_out(planned: PlannedPage, run: Run) -> list[str]:
 
 
 class _Renderer(IPythonRenderer):
-    """Markdown with anchors at its headings and formulas as MathML, which browsers draw without a
-    script."""
+    """Markdown with anchors at headings, and formulas as MathML, which need no script."""
 
     def heading(self, text: str, level: int, **_: Any) -> str:
         # "1-size-and-ranks"
         anchor = re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>", "", text).lower()).strip("-")
         return f'<h{level} id="{anchor}">{text}</h{level}>\n'
 
+    # Wide tables and formulas scroll by themselves; by keys only if they can be focused.
     def table(self, text: str) -> str:
         return (
             '<div class="scroll" role="region" tabindex="0"'
@@ -189,19 +188,20 @@ class _PageExporter(HTMLExporter):
         return MarkdownWithMath(renderer=renderer).render(source)
 
 
-_exporter = cache(_PageExporter)  # which takes a second to make
+# Which takes a second to make.
+_exporter = cache(_PageExporter)
 
 
 def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = None) -> PageRecord:
-    """Write the page of an executed notebook, and its record as JSON; `error` is why it did not run
-    to its end."""
+    """Write a notebook's page and record; `error` is why it did not run to its end."""
     record = PageRecord(lab=lab.name, error=error)
     run = None
     answers: Mapping[str, Answer] = {}
     machine: dict[str, str] = {}
     provenance: dict[str, str] = {}
     example = None
-    if (file := notebook_run(notebook)) is not None:
+    file = notebook_run(notebook)
+    if file is not None:
         run, answers = answered_run(lab, file)
         record = PageRecord(lab=lab.name, run=relative_to_project(file), error=error)
         machine = machine_rows(run.header.machine)
@@ -231,7 +231,8 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
         "piece_mime": PIECE_MIME,
     }
     body, _ = _exporter().from_notebook_node(document, resources={"labkit": parts})
-    body = body.replace("<pre>", '<pre tabindex="0">')  # readers without a mouse scroll by keys
+    # Readers without a mouse scroll by keys.
+    body = body.replace("<pre>", '<pre tabindex="0">')
     entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]
     body = body.replace("<!-- contents -->", render("page_contents.html.j2", entries=entries), 1)
     write_file(page, with_nonbreaking_units(body))
@@ -241,6 +242,7 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
 
 def _hide_empty_sections(cells: list[Any]) -> None:
     """Mark headings of sections that are empty on a page: they appear with the code."""
+    # A page folds code, and a heading above nothing else would promise what does not come.
     heading = None
     for cell in cells:
         if cell.cell_type == "markdown":

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from labkit.parallel.transport.base import Rounds, Transport
 
-MAX_RANKS = 32  # float64 adds their powers of two exactly, and a picture shows them
-MAX_WAIT_S = 10.0  # for a message that may never come: the function may have raised on another rank
+# Float64 adds their powers of two exactly, and a picture shows them.
+MAX_RANKS = 32
+# For a message that may never come: the function may have raised on another rank.
+MAX_WAIT_S = 10.0
 
-_Item = tuple[int, int, Tensor]  # the round in which a part is sent, its first element, the part
+# The round in which a part is sent, its first element, the part.
+_Item = tuple[int, int, Tensor]
 _Queues = Sequence[Sequence[SimpleQueue[_Item]]]  # [source][target]
 
 
 class Message(NamedTuple):
-    """Elements `start` to `stop` of the vector, from rank `source`; rank `target` has them after
-    `round`, from 1 up."""
+    """Elements `start` to `stop`, from rank `source`; `target` has them after `round` (from 1)."""
 
     round: int
     source: int
@@ -40,8 +42,7 @@ class MessageSchedule(NamedTuple):
 
 
 def record_schedule(all_reduce: Callable[..., None], world_size: int) -> MessageSchedule:
-    """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks, 1 to `MAX_RANKS`;
-    return its messages.
+    """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks and record it.
 
     Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose
     shares it holds. Each message takes one round, however long it is. Raises ValueError for another
@@ -56,8 +57,9 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Message
         ends = [
             threads.submit(all_reduce, rank.vector, None, "sum", transport=rank) for rank in ranks
         ]
-    if errors := [error for end in ends if (error := end.exception())]:
-        # others only waited for it
+    errors = [error for error in (end.exception() for end in ends) if error is not None]
+    if errors:
+        # The others only waited for the rank that failed.
         raise next((error for error in errors if not isinstance(error, Empty)), errors[0])
     rounds = max(rank.round for rank in ranks)
     return MessageSchedule(
@@ -84,6 +86,7 @@ class _RecordingTransport(Transport):
         self._history[self.round] = self.vector.clone()
         for transfers in rounds:
             start = self.round
+            # All sends of a round come before its first receive: no ranks wait in a circle.
             for transfer in transfers:
                 if transfer.outgoing is not None and len(transfer.outgoing):
                     sent = transfer.outgoing
@@ -105,8 +108,7 @@ class _RecordingTransport(Transport):
                     self._history[end] = self.vector.clone()
 
     def shares_after(self, number: int) -> list[int]:
-        """Return whose shares each element holds after a round. Called once the all-reduce has
-        returned."""
+        """Return whose shares each element holds after a round, once the all-reduce has ended."""
         self._history[self.round] = self.vector
         last = max((end for end in self._history if end <= number), default=0)
         return [int(value) for value in self._history[last]]

@@ -28,8 +28,8 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
+# A send, a receive or a wait of one rank, in the order of its program.
 Event = dict[str, Any]
-"""A send, a receive or a wait of one rank, in the order of its program."""
 
 
 def record_user_schedule(all_reduce: Callable[[Tensor], Any], world_size: int) -> MessageSchedule:
@@ -43,6 +43,7 @@ def record_user_schedule(all_reduce: Callable[[Tensor], Any], world_size: int) -
             messages cannot be seen, or waits for a message that never comes.
     """
     elements = math.lcm(world_size, 1 << (world_size.bit_length() - 1))
+    # On processes, since it calls torch's own functions, whose groups are per process.
     logs = run_ranks(_record_rank, all_reduce, elements, world_size=world_size)
     return _schedule(logs, elements)
 
