@@ -1,2 +1,1 @@
-"""Parts of a lab: points, runs, answers, figures, pages. Imports nothing: ranks need
-`labkit.lab.point` alone."""
+"""Parts of a lab. Imports nothing: ranks need `labkit.lab.point` alone."""

@@ -54,6 +54,7 @@ from labkit.lab.verdicts import (
     seconds_more,
 )
 
+# Topics of the recommendations on the index page, by key, in the order of the page.
 TOPICS = {
     "precision": "Precision",
     "attention": "Attention",
@@ -68,7 +69,6 @@ TOPICS = {
     "checkpointing": "Activation checkpointing",
     "batch_norm": "Batch norm over all ranks",
 }
-"""Topics of the recommendations on the index page, by key, in the order of the page."""
 NO_ROWS = "This run has no rows for it."
 LEFT_OUT = "This run has no rows for it: its parameters or its machine leave it out."
 NO_CALIBRATION = (
@@ -86,11 +86,9 @@ class Question:
     topic: str | None = None
     """Key of `TOPICS` that the advice belongs to."""
     is_expected: bool = False
-    """Whether everybody expects the answer. The index page does not list it among the largest
-    differences."""
+    """Whether everybody expects the answer; the index does not list it as a large difference."""
     advice: str | None = None
-    """Template for an answer that finds something better: `{name}` is the best alternative,
-    `{where}` the region."""
+    """Template if something is better; `{name}` is the best alternative, `{where}` its region."""
     needs_calibration: bool = False
     """Whether the answer uses the machine's calibration."""
     without_rows: str = LEFT_OUT
@@ -106,11 +104,12 @@ class Question:
         if answer is None:
             reason = self.without_rows
             if results.refusal:
+                # One wrong setup refuses every point: that no row is there would name no cause.
                 reason = results.refusal
             elif self.needs_calibration and results.calibration is None:
                 reason = NO_CALIBRATION
             elif results.missing:
-                # Points that failed, or had no time, may be those that it needs: the notes say why.
+                # Points that failed, or had no time, may be those it needs: the notes say which.
                 reason = NO_ROWS
             return Answer(verdict="not measured", reason=reason, notes=results.missing)
         # Other programs change ratios: of 7, 3 quiet ones lay outside a busy run's intervals.
@@ -128,8 +127,7 @@ class Compare(Question):
     metric: Metric
     baseline: Any
     among: Sequence[Any] | None = None
-    """labkit's alternatives of this question; None: all that were measured. A reader's own take
-    part in any case."""
+    """labkit's alternatives of the question; None: all measured. A reader's always take part."""
     noun: str = "alternative"
     """What the alternatives are, in the singular."""
     keep: str | None = None
@@ -147,6 +145,7 @@ class Compare(Question):
                 return None
             return Answer(verdict="not measured", reason=NO_ROWS, notes=notes)
         table, pooled = judge_together(table, pool_configurations(table, metric.compare))
+        # All configurations together may show what none of them shows by itself.
         leaders = metric.leaders(table) or overall_leaders(pooled)
         rows = table[table[metric.compare] == leaders[0]] if leaders else table
         better = rows[rows["verdict"] == "faster"]
@@ -157,7 +156,7 @@ class Compare(Question):
         if leaders and not (counts.better and counts.worse):
             overall = pooled.get(leaders[0])
         verdict: Verdict = "undecided"
-        if rows["p"].notna().any():
+        if rows["p"].notna().any():  # a p-value needs six repeats
             verdict = decide(counts, overall, rows["ratio"], has_winner=bool(leaders))
         answer = Comparison(
             verdict=verdict,
@@ -202,6 +201,7 @@ class Compare(Question):
             )
         if len(counted):
             ratios = counted["ratio"].astype(float)
+            # By logarithms, half the time and twice the time are equally far from no effect.
             return replace(
                 answer,
                 direction="better" if gains else "worse",
@@ -210,7 +210,7 @@ class Compare(Question):
                 effect=float(np.exp(np.log(ratios).median())),
                 overtaken=self._overtaken(answer.table, rows, results) if gains else (),
             )
-        if self.metric.exact:
+        if self.metric.exact:  # more rounds would count the same
             return answer
         timed_s = results.timed_s(self.metric.select(results.frame), self.metric.value)
         return replace(answer, seconds_more=seconds_more(rows, pooled, timed_s))
@@ -244,8 +244,7 @@ class Compare(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Question):
-    """Does the measurement match the prediction within a factor? "Yes" if all rows do, "it depends"
-    if half or more."""
+    """Are predictions met within a factor? "Yes": in all rows; "it depends": in half or more."""
 
     table: Table
     measured: str
@@ -261,6 +260,7 @@ class Check(Question):
         if table.empty:
             return None
         ratios = (table[self.measured] / table[self.predicted]).astype(float)
+        # Nothing predicted and nothing measured is right, and 0 / 0 is not a number.
         ratios = ratios.mask(table[self.measured] == table[self.predicted], 1.0)
         factors = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
         counts = Counts(len(table), better=int((factors <= self.within).sum()))

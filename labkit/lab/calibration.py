@@ -15,9 +15,10 @@ from labkit.lab.runs.store import Run, newest_runs
 from labkit.machine.description import Machine
 
 LIMITS = "limits"
+# A run within a day of it predicts without calibrating again, which takes 15 seconds.
 FRESH = timedelta(days=1)
+# Rows that the largest matrices need: smaller products measure the cost of their calls.
 LEAST_ROWS = 512
-"""Rows of the largest matrices: smaller products measure the cost of their calls."""
 PRODUCTS = Metric(
     "seconds", "shape", ("device", "dtype", "flops"), where={"sweep": "products", "world_size": 1}
 )
@@ -51,11 +52,9 @@ def calibrate_machine(run: Run) -> costs.Calibration | None:
 def newest_calibration(
     machine: Machine, within: timedelta | None = None
 ) -> costs.Calibration | None:
-    """Return the calibration by the newest usable limits run of this machine, or None.
-
-    With `within`, the run is at most that old.
-    """
+    """Return the calibration by this machine's newest usable run `within` a time, or None."""
     for run in newest_runs(runs_directory() / LIMITS):
+        # The runs before it are older still.
         if within is not None and datetime.now(UTC) - run.header.started > within:
             break
         if not _is_usable(run, machine):
@@ -82,17 +81,20 @@ def describe_calibration(run: Run) -> str:
 
 def _is_usable(run: Run, here: Machine) -> bool:
     """Return whether predictions may use a run: complete, of this machine, and large enough."""
-    one, other = (
-        [*each.identity, each.cores, each.versions.get("torch")]
-        for each in (run.header.machine, here)
-    )
-    if one != other or run.pending or run.header.profile == "smoke":
+    there = run.header.machine
+    # Rates depend on the cores that a container gives, and on torch's kernels.
+    if there.identity != here.identity or there.cores != here.cores:
+        return False
+    if there.versions.get("torch") != here.versions.get("torch"):
+        return False
+    if run.pending or run.header.profile == "smoke":
         return False
     planned = run.header.planned.values()
     for point in planned:
         is_of_one_rank = point.get("sweep") == "products" and point.get("world_size") == 1
         if is_of_one_rank and max(point.get("sizes") or [0]) < LEAST_ROWS:
             return False
+    # A run of products alone would leave all predictions of communication out.
     return any(point.get("sweep") == "exchange" for point in planned)
 
 
@@ -102,6 +104,7 @@ def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
     products = products[products["shape"].str.startswith("square")]
     for device, some in products.groupby("device"):
         here = memory[memory["device"] == device]
+        # Into new memory, as the operators of a training write their results.
         additions = _curve(here[here["operation"] == NEW], "bytes")
         if additions:
             curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
@@ -158,7 +161,9 @@ def transports(frame: pd.DataFrame) -> Iterator[costs.Transport]:
         if {ALL_REDUCE, MESSAGE, ROW, BURST, DOUBLING} - set(by_size) or len(by_size.dropna()) < 2:
             continue
         by_size = by_size.dropna()
+        # Of messages in a row only the first pays for the call, so the others cost what each adds.
         message = (by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)
+        # Noise may make a row shorter than one message; it cannot be free.
         message = message.clip(lower=by_size[MESSAGE] / IN_A_ROW)
         rounds = recursive_doubling(int(ranks), 0).messages
         call_s = max(0.0, float((by_size[DOUBLING] - rounds * message).iloc[0]))

@@ -9,28 +9,29 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 T = TypeVar("T")
+# A lab without a size or a rank would measure nothing, and say so only in the end.
 Some = Annotated[list[T], Field(min_length=1)]
-"""A list that is not empty."""
-# Parameters that several labs have, with plausible bounds.
+# Parameters of several labs. Their bounds refuse a slip of the keyboard, before anything starts.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Ranks = Annotated[int, Field(ge=1, le=64)]
 SeveralRanks = Annotated[int, Field(ge=2, le=64)]
+# At most so many timed calls. Fewer than six give no interval, and so no verdict.
 Repeats = Annotated[int, Field(ge=1, le=100_000)]
-"""Timed calls, at most. Fewer than six give no interval, and so no verdict."""
 Gain = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Warmup = Annotated[int, Field(ge=0, le=10_000)]
 Sessions = Annotated[int, Field(ge=1, le=20)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 AUTO = "auto"
+# "auto": CUDA if there is a GPU.
 Device = Literal["auto", "cpu", "cuda"]
-""" "auto": CUDA if there is a GPU."""
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
-    """Validator for a word among `names()`, called at each check: a registry may have grown."""
+    """Make a validator for a word among `names()`."""
 
     def check(value: str) -> str:
+        # Asked anew each time: a reader's alternative may have been registered meanwhile.
         valid = list(names())
         if value not in valid:
             raise ValueError(f"expected one of {', '.join(valid)}{nearest(value, valid)}")
@@ -65,6 +66,7 @@ class LabConfig(BaseModel):
     @field_validator("*")
     @classmethod
     def _drop_repetitions(cls, value: Any) -> Any:
+        # A point that is listed twice is measured once.
         if isinstance(value, list):
             return list(dict.fromkeys(value))
         return value
@@ -111,6 +113,7 @@ def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
         name: value for name, value in parameters.items() if gpus > 1 or "world_size" not in name
     }
     for name in values:
+        # All GPUs take part in the largest: that is how a reader trains.
         if name.endswith("world_sizes"):
             values[name] = [*(ranks for ranks in values[name] if ranks < gpus), gpus]
         elif name == "world_size":
@@ -132,6 +135,7 @@ def resolve_config(
             f" {', '.join(profiles)}"
         )
     base = profiles[profile]
+    # Before pydantic, which knows no nearest name.
     check_names(lab, overrides, type(base).model_fields)
     changed = {name: value for name, value in overrides.items() if value is not None}
     try:
@@ -171,6 +175,7 @@ def nearest(name: Any, valid: Iterable[str]) -> str:
 
 
 def _parse_value(text: str) -> Any:
+    # A shell's quotes may be either: true and "gloo" are JSON, True and 'gloo' Python.
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
@@ -181,13 +186,16 @@ def _parse_value(text: str) -> Any:
 
 def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
     """Say the first of pydantic's errors in one line, with the value that the profile has."""
+    # The first is enough: a union reports one problem per member.
     problem = error.errors(include_url=False)[0]
     name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
     place = "".join(f" (item {number})" for number in inside[:1])
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    # What was got stands before the suggestion.
     message, hints, hint = message.partition(" (did you mean")
     text = f"parameter {name!r}{place} {message}, got {problem['input']!r:.300}{hints}{hint}"
     value = json.dumps(base.model_dump(mode="json").get(name))
     if value == "null":
         return text
+    # Without blanks, as a shell takes it after --set.
     return f"{text}; {profile} has {name}={value.replace(', ', ',')}"

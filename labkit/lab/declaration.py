@@ -1,5 +1,4 @@
-"""A lab on one page: `LAB = Lab(...)` in `labkit/studies/<lab>/lab.py` declares what is measured
-and what is asked.
+"""A lab on one page: `LAB = Lab(...)` in `labkit/studies/<lab>/lab.py` declares all of it.
 
 To add a lab: that file, its `worker.py`, a notebook `notebooks/<number>_<lab>.ipynb`, and its name
 in `labkit/studies/__init__.py`.
@@ -27,14 +26,13 @@ from labkit.lab.point import Point
 from labkit.lab.task import Task
 from labkit.machine.description import Machine, describe_machine
 
+# Shows a few words of progress, while nothing is measured yet.
 Say = Callable[[str], None]
-"""Shows a few words of progress."""
+# Returns the registry, from which the name is removed again. ValueError for a name that is taken.
 Register = Callable[[str, Any], dict[str, Any]]
-"""Registers a user's alternative under a name and returns the registry. ValueError for a name that
-is taken."""
 
+# Profile `paper`. Without `gain` all rounds are timed, however soon a difference would show.
 PAPER = {"gain": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
-"""Defaults of the profile `paper` of every lab: all rounds are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +65,7 @@ class Lab:
     smoke: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of `smoke` if the shortened ones of `quick` would still take long."""
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of `quick` on GPUs, where sizes that suit a CPU would only measure kernel
-    launches.
+    """Parameters of `quick` on GPUs, where a CPU's sizes would only measure kernel launches.
 
     Numbers of ranks end with the number of GPUs; with one GPU the lab's defaults stay.
     """
@@ -85,15 +82,15 @@ class Lab:
     model_parameters: tuple[str, ...] = ()
     """Parameters that name models; the profile `smoke` takes the smallest model in each."""
     preload: tuple[str, ...] = ()
-    """Modules that every new group of ranks would take long to import: the fork server imports them
-    once."""
+    """Modules that take long to import: the fork server does it once for all groups of ranks."""
     example: Callable[[Results], str | None] = lambda results: None
-    """Names the example that was measured; None if the answers are about the reader's machine.
-    The index recommends nothing by an example, and finds nothing large in it."""
+    """Names the example that was measured; None if the answers are about the reader's machine."""
     keeps_checkpoints: bool = False
-    """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a
-    directory of the run with one folder `<point.id>/` per point; None on ranks that must not
-    write."""
+    """Whether the worker goes on with an interrupted point.
+
+    It then gets `checkpoints=`, a directory with one folder `<point.id>/` per point; None on ranks
+    that must not write.
+    """
     prepare: Callable[[Any, Say], str | None] = lambda config, say: None
     """Fetches the inputs of all points; returns None, or why nothing can be measured here."""
 
@@ -102,26 +99,23 @@ class Lab:
         """Parameters by profile; `smoke` is a shortened `quick`."""
         quick = self.config()
         smoke = shorten(quick, self.model_parameters).model_copy(update=dict(self.smoke))
-        paper = {name: value for name, value in PAPER.items() if hasattr(quick, name)} | dict(
-            self.paper
-        )
-        return {"smoke": smoke, "quick": quick, "paper": self.config(**paper)}
+        # A lab that times nothing has no rounds.
+        shared = {name: value for name, value in PAPER.items() if hasattr(quick, name)}
+        return {"smoke": smoke, "quick": quick, "paper": self.config(**{**shared, **self.paper})}
 
     def profiles_on(self, machine: Machine, device: Any = AUTO) -> dict[str, LabConfig]:
         """Return parameters by profile on a device of that machine, "cpu", "cuda" or "auto"."""
-        # a lab without devices uses NCCL alone
-        fewest = 1 if "device" in self.config.model_fields else 2
-        if len(machine.gpus) < fewest or machine.device(device) != "cuda":
+        n_gpus = len(machine.gpus)
+        # A lab that has no parameter `device` uses GPUs for NCCL alone, between two or more.
+        needed = 1 if "device" in self.config.model_fields else 2
+        if n_gpus < needed or machine.device(device) != "cuda":
             return self.profiles
-        return self.profiles | {
-            "quick": self.config(**ranks_on_gpus(self.on_gpu, len(machine.gpus)))
-        }
+        return self.profiles | {"quick": self.config(**ranks_on_gpus(self.on_gpu, n_gpus))}
 
     def configure(
         self, profile: str, overrides: Mapping[str, Any], machine: Machine | None = None
     ) -> LabConfig:
-        """Return a profile's parameters on a machine (None: here), with `overrides`. ParameterError
-        for wrong ones."""
+        """Return a profile's parameters on a machine, or here. ParameterError for wrong ones."""
         profiles = self.profiles_on(machine or describe_machine(), overrides.get("device") or AUTO)
         return resolve_config(self.name, profiles, profile, overrides)
 
@@ -151,6 +145,7 @@ class Lab:
 
 
 def find_lab(name: str) -> Lab:
-    """Import a lab by its name: labs import this package."""
+    """Import a lab by its name."""
+    # Not at the top of a module: labs import this package.
     lab: Lab = import_module(f"labkit.studies.{name}.lab").LAB
     return lab

@@ -21,20 +21,18 @@ Verdict = Literal[
     "predicted",
     "not measured",
 ]
+# How a row or a point ended. All but `ok` come with a reason.
+# `too_slow`: right, but one pass takes longer than all rounds may. `refused`: an alternative that
+# cannot run here. `skipped`: a point that was not begun. `pending`: a point that has not ended.
 Status = Literal[
     "ok", "wrong", "oom", "failed", "timeout", "too_slow", "refused", "skipped", "pending"
 ]
-"""How a row or a point ended. All but `ok` come with a reason.
-
-`too_slow`: right, but one pass takes longer than all rounds may. `refused`: an alternative that
-cannot run here. `skipped`: a point that was not begun. `pending`: a point that has not ended.
-"""
 STATUSES: tuple[Status, ...] = get_args(Status)
+# The alternative is to blame; the other statuses are limits of the machine. The gravest first.
 BAD: tuple[Status, ...] = ("wrong", "oom", "failed", "timeout")
-"""Statuses that show a mistake in an alternative. The others are limits of the machine."""
 
+# The columns that name a configuration, each with the distinct values that were measured.
 Scope = tuple[tuple[str, tuple[Any, ...]], ...]
-"""The columns that name a configuration, each with the distinct values that were measured."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,9 @@ class Comparison(Answer):
     """Of the ratios that `low`, `high` and `effect` cover; None if no difference is shown."""
     low: float = 1.0
     high: float = 1.0
-    """Smallest and largest ratio of exactly the configurations that are counted as better, or, if
-    none is, as worse."""
+    """Smallest and largest ratio of those counted as better, or, if none is, as worse."""
     is_overall: bool = False
-    """Whether `low`, `high` and `effect` are the ratio over all configurations instead: too few
-    show by themselves what all show together."""
+    """Whether these are the ratio over all configurations: too few show anything by themselves."""
     overall: Overall | None = None
     """The subject over all configurations; None for one configuration, and without a subject."""
     region: Region | None = None
@@ -139,8 +135,7 @@ class Comparison(Answer):
     overtaken: tuple[tuple[str, Region | None], ...] = ()
     """Alternatives that are clearly better than the subject somewhere, with the region."""
     seconds_more: float = 0.0
-    """Seconds of further rounds that would show a gain of 10%, if none is shown and none is
-    excluded."""
+    """Seconds of further rounds that would show a gain of 10%; 0 if it is shown or excluded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +184,12 @@ def find_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -
     for name in along:
         values = table[name]
         theirs = set(rows[name])
+        # A value that better and other configurations share tells nothing about where it is better.
         if values.nunique() < 2 or (values.isin(theirs) != table.index.isin(rows.index)).any():
             continue
         ordered = sorted(set(values))
         chosen = tuple(sorted(theirs))
+        # Names have no order, so "from" and "up to" mean nothing for them.
         if isinstance(ordered[0], str | bool):
             return Region(name, "among", chosen)
         if len(chosen) == 1:

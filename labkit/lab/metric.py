@@ -118,9 +118,10 @@ class Metric:
     def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Return the slowest rank's value by configuration, alternative, session and repeat."""
         rows = self.select(frame).dropna(subset=[self.value])
-        rows = rows.assign(
-            session=rows["session"].astype(object).fillna(1) if "session" in rows else 1
-        )
+        session: Any = 1  # the only one, in labs without sessions
+        if "session" in rows:
+            session = rows["session"].astype(object).fillna(1)
+        rows = rows.assign(session=session)
         keys = [*self.columns, "session"]
         if rows.empty:
             return rows.reindex(columns=[*keys, "repeat", self.value])
@@ -154,6 +155,7 @@ class Metric:
         if among is not None and self.compare in frame:
             frame = frame[frame[self.compare].isin([baseline, *among])]
         if self.exact:
+            # A count must hold for every rank: the largest does, and no median is needed.
             return self._exact_ratios(baseline, self.largest(frame))
         keys = [*self.configuration, "session"]
         samples = self.samples(frame)
@@ -195,6 +197,7 @@ class Metric:
         logs = np.log(ranked["ratio"].astype(float))
         scores = pd.DataFrame({name: ranked[name], "wins": wins, "log": logs})
         scores = scores.groupby(name, sort=False).agg(wins=("wins", "sum"), log=("log", "mean"))
+        # Losing least is no win: a leader is faster than the baseline somewhere.
         scores = scores[scores.index.isin(ranked.loc[ranked["verdict"] == "faster", name])]
         if scores.empty:
             return []

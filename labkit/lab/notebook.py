@@ -63,6 +63,7 @@ def open_lab(
     Raises:
         ParameterError: for a wrong name or value here, or on papermill's command line.
     """
+    # What the notebook passed, to compare with what papermill's command line has set.
     passed = {"profile": profile, "run": run, "config": config, **parameters}
     check_papermill_cell(study, getattr(get_ipython(), "user_ns", {}).get("In", []), passed)
     return OpenLab(study, check_parameters(study, passed))
@@ -86,6 +87,7 @@ class OpenLab:
         It measures a run of its own, so that both can be compared.
         """
         parameters = self.parameters
+        # The present config stands in for the profile, so that earlier changes stay.
         profiles = {parameters.profile: parameters.config}
         config = resolve_config(self.study.name, profiles, parameters.profile, changed)
         return OpenLab(self.study, Parameters(parameters.profile, None, config))
@@ -208,10 +210,7 @@ class OpenLab:
         display(cards.answer(question, answer, figures))
 
     def guesses(self, question_id: str) -> None:
-        """Show your guesses next to predictions and measurements, without the answer.
-
-        ValueError for a question that predicts nothing.
-        """
+        """Show guesses next to predictions and measurements. ValueError for other questions."""
         question = self.study.question(question_id)
         if not isinstance(question, Check):
             raise ParameterError(
@@ -252,11 +251,13 @@ class OpenLab:
         self._run = run
 
     def _measure(self, measure_all: Callable[..., Run]) -> Run:
+        # IPython in a terminal has no kernel, and displays no HTML.
         line = NotebookLine() if hasattr(get_ipython(), "kernel") else None
         in_terminal = terminal_line(Console(stderr=True), "measuring")
         try:
             with in_terminal if line is None else nullcontext(line.update) as show:
-                if self._interrupted is None:  # a resumed run has done both
+                # A run that goes on has been through both.
+                if self._interrupted is None:
                     self._calibrate(show)
                     self._refuse_failing()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
@@ -280,7 +281,8 @@ class OpenLab:
         if self._interrupted is None:
             return ""
         hint = "; what was measured is kept: frame = lab.resume() goes on"
-        if self._plugins != NO_PLUGINS:  # which a terminal does not have
+        # A terminal does not have the functions of this notebook.
+        if self._plugins != NO_PLUGINS:
             return hint
         command = f"labkit measure {self.study.name} --resume {self._interrupted.stem}"
         return f"{hint}, or in a terminal `{command}`"

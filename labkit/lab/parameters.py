@@ -20,8 +20,8 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import find_run
 
 COMMON_PARAMETERS = ("profile", "run", "config")
+# papermill marks the cell that it adds by a tag, which a kernel does not see, and this first line.
 PAPERMILL_COMMENT = "# Parameters\n"
-"""First line of the cell that papermill adds below the parameters cell."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def check_parameters(study: Lab, values: Mapping[str, Any]) -> Parameters:
         raise ParameterError(
             f"{study.name}: parameter 'run' should be the path of a run, got {run!r}"
         )
+    # Found again when it is read; a wrong name is refused here.
     if run is not None:
         locate_run(study, run)
     profile = values.get("profile", "quick")
@@ -64,6 +65,7 @@ def report_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) 
     A parameter that the parameters cell does not set goes into its `config`. ParameterError for a
     wrong name or value in either.
     """
+    # papermill only warns of a name that the parameters cell does not set, and goes on without.
     in_cell = notebook_parameters(notebook, study.name)
     values = {name: value for name, value in parameters.items() if name in in_cell}
     others = {name: value for name, value in parameters.items() if name not in in_cell}
@@ -75,19 +77,16 @@ def report_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) 
 
 
 def notebook_parameters(text: str, name: str) -> dict[str, Any]:
-    """Read the defaults in the cell tagged `parameters`.
-
-    ParameterError without such a cell, or if a value in it is no literal.
-    """
+    """Read the cell tagged `parameters`. ParameterError without one, or for what is no literal."""
     for cell in nbformat.reads(text, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
             try:
-                if values := literal_assignments(cell.source):
-                    return values
+                values = literal_assignments(cell.source)
             except (ValueError, SyntaxError) as error:
-                raise ParameterError(
-                    f"{name}: the parameters cell cannot be read: {error}"
-                ) from None
+                message = f"{name}: the parameters cell cannot be read: {error}"
+                raise ParameterError(message) from None
+            if values:
+                return values
     raise ParameterError(f"{name}: no cell is tagged `parameters` and sets some")
 
 
@@ -134,7 +133,8 @@ def _merge(study: Lab, config: Any, others: Mapping[str, Any]) -> dict[str, Any]
         raise ParameterError(
             f"{study.name}: parameter 'config' should hold others by name, got {config!r:.80}"
         )
-    if twice := config.keys() & others.keys():
+    twice = config.keys() & others.keys()
+    if twice:
         raise ParameterError(
             f"{study.name}: parameter {min(twice)!r} is set twice, in 'config' and outside it"
         )
@@ -144,6 +144,7 @@ def _merge(study: Lab, config: Any, others: Mapping[str, Any]) -> dict[str, Any]
 def _assignments(source: str) -> list[tuple[str, ast.expr]]:
     """Return names and values of the plain assignments at the top level of a cell."""
     found = []
+    # IPython's own syntax, such as %magic and !command, is Python only after its transformation.
     for statement in ast.parse(TransformerManager().transform_cell(source)).body:
         match statement:
             case ast.Assign([ast.Name(name)], value):

@@ -57,6 +57,7 @@ MEMORY = Phrasing(
 
 def phrasing(quantity: str) -> Phrasing:
     """Choose words for a measured column by its name."""
+    # All bytes by which alternatives are compared are memory.
     if quantity.endswith("bytes"):
         return MEMORY
     if is_time(quantity):
@@ -91,7 +92,8 @@ def change(answer: Answer) -> Amount | None:
     if not isinstance(answer, Comparison) or answer.direction is None:
         return None
     if answer.subject is None and answer.counts.worse < answer.counts.total:
-        return None  # "none is faster" is the answer, not how much slower a few of them are
+        # "none is faster" is the answer, not how much slower a few of them are.
+        return None
     phrases = phrasing(answer.quantity)
     if answer.direction == "better":
         # as factors from the smallest effect to the largest
@@ -127,13 +129,14 @@ def interval(ratio: float, low: float, high: float, phrases: Phrasing) -> str:
     value, first, last = numbers
     if phrase.is_share or phrase in (phrases.less, phrases.more):
         value += "%"
-    if low < high:
+    if low < high:  # a count has no interval
         value += f" [{first}, {last}]"
     return f"{value} {phrase.words}"
 
 
 def _percents(*shares: float) -> list[str]:
     """Percents without a decimal, or with one if the first is below 1%."""
+    # All with the same digits: an interval must not seem to be more exact at one end.
     digits = 0 if abs(100 * shares[0]) >= 0.95 else 1
     return [f"{100 * share:.{digits}f}" for share in shares]
 
@@ -146,6 +149,7 @@ def format_outside(ratio: float, within: float) -> str:
     """Round a ratio that is outside of a factor so that it stays outside: 0.858 -> "0.86"."""
     if ratio <= 0:
         return "0"
+    # At most five digits: a ratio may lie directly outside.
     for digits in range(2, 6):
         text = f"{ratio:.{digits}g}"
         rounded = float(text)
@@ -160,6 +164,7 @@ def ceil_percent(factor: float) -> str:
     """1.0083 -> "0.84%": rounded up, so that the claim holds."""
     percent = max(0.05, 100 * (factor - 1))
     step = 10 ** (math.floor(math.log10(percent)) - 1)
+    # 1e-9: floating point makes 0.84 a little more, which is no reason to say 0.85.
     return f"{math.ceil(percent / step - 1e-9) * step:.2g}%"
 
 

@@ -20,22 +20,18 @@ from labkit.parallel.ranks.torchrun import ranks_here
 if TYPE_CHECKING:
     from labkit.machine.description import Machine
 
+# Resident memory of a rank on a CPU before it has a model: torch, mostly.
 RANK_BYTES = 200 * 2**20
-"""Resident memory of a rank on a CPU, torch included."""
+# Fields that name models, which differ in size: a series of points goes over them.
 MODEL_FIELDS = ("size", "model", "workload")
-"""Fields that name models, small and large."""
 BATCH = ("batch", "context_length")
 
 POINT_S = 0.5
+# Seconds that a plan allows for ranks to start.
 START_S = {"cpu": 1.0, "cuda": 4.0}
-"""Seconds that a plan allows for ranks to start."""
+# Models, their checks and warm-up pass some hundred times over the memory that a point needs.
+# Measured on 2 cores: 1.5e-9 to 3.3e-9, for all ranks together; the GPU's is an estimate.
 PREPARE_S_PER_BYTE = {"cpu": 2.5e-9, "cuda": 1e-10}
-"""Allowance for models, their checks and warm-up, by `needed_bytes`: some hundred passes over this
-memory.
-
-On a CPU all ranks share its bandwidth; measured on 2 cores: 1.5e-9 to 3.3e-9. The GPU's is an
-estimate.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +80,19 @@ class Point:
     @cached_property
     def id(self) -> str:
         """Twelve hexadecimal digits of the description, the same on every machine."""
+        # Sorted: a field that moves in its class changes no id, and a run is resumed.
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def describe(self) -> dict[str, Any]:
         """Fields by name as JSON has them, with tuples as lists."""
+        # Through JSON, so that a planned point equals the one that is read from a run.
         return dict(json.loads(json.dumps(asdict(self))))
 
     @property
     def ranks_key(self) -> tuple[Any, ...]:
         """Key of the group of ranks: neighbors with equal keys share one."""
+        # What a launch decides for all of its points.
         shared = (self.world_size, self.backend, self.scheduling, self.timeout_s)
         if self.fresh_ranks:
             return (*shared, self.id)
@@ -136,7 +135,7 @@ class Point:
             return "ranks would share a GPU in exclusive mode (`nvidia-smi -c 0` ends it)"
         needed = ranks * self.needed_bytes
         if device == "cuda":
-            # one per rank, as far as there are enough
+            # Ranks beyond the GPUs share them evenly, so the fullest one decides.
             gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
             available = len(gpus) * min(gpus)
         else:
@@ -156,6 +155,7 @@ class Point:
     @property
     def planned_s(self) -> float:
         """Planned seconds of the point itself."""
+        # GPUs work side by side; ranks on a CPU wait for one memory.
         ranks = self.world_size if self.device_type == "cpu" else 1
         return POINT_S + PREPARE_S_PER_BYTE[self.device_type] * ranks * self.needed_bytes
 
@@ -192,6 +192,7 @@ class Point:
         own = [field.name for field in fields(self) if field.name not in common]
         return (
             (name, getattr(self, name))
+            # What a point is about comes first in its title.
             for name in sorted(own, key=lambda name: name in ("device", *BATCH))
         )
 
@@ -222,14 +223,12 @@ class TimedPoint(Point):
     @property
     def rounds(self) -> dict[str, Any]:
         """Options of `time_parts_interleaved`: number, end and order of the rounds."""
-        ends = {
-            "gain": self.gain,
-            "rounds_s": math.inf if self.rounds_s is None else self.rounds_s,
-        }
+        ends = {"gain": self.gain, "rounds_s": math.inf if self.rounds_s is None else self.rounds_s}
         return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id} | ends
 
     def batch_seed(self, rank: int) -> int:
         """Seed of a rank's batch."""
+        # 1000 apart: neighboring seeds of a reader share no batch with another rank's.
         return (1000 * self.seed + rank) % 2**63
 
 
@@ -264,7 +263,7 @@ P = TypeVar("P", bound=SessionPoint)
 
 def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
     """Yield the points of each further session, in reverse order."""
-    # Reversed: a steady drift then affects all alike.
+    # Reversed, so that what was measured early is measured late: a steady drift affects all alike.
     for _ in range(1, sessions):
         points = [replace(point, session=point.session + 1) for point in reversed(points)]
         yield from points

@@ -71,6 +71,7 @@ def check_writable(*folders: Path) -> None:
 
     for folder in folders:
         parents = (folder, *folder.absolute().parents)
+        # By writing: permissions do not tell of read-only file systems, quotas and root.
         try:
             TemporaryFile(dir=next(path for path in parents if path.exists())).close()
         except OSError as error:
@@ -131,6 +132,7 @@ def is_full_disk(error: Exception) -> TypeGuard[OSError]:
 
 def notebook_path(lab: str) -> Path:
     """Return the path of a lab's notebook. FileNotFoundError if there is none."""
+    # The number, which is the order of reading, is no part of a lab's name.
     matches = sorted(notebooks_directory().glob(f"[0-9][0-9]_{lab}.ipynb"))
     if not matches:
         raise FileNotFoundError(f"no notebook for the lab {lab!r} in {notebooks_directory()}")
@@ -177,7 +179,7 @@ def relative_to_project(path: Path) -> str:
 
 
 def from_project(text: str) -> Path:
-    """Return the path that `relative_to_project` wrote."""
+    """Return the path that `relative_to_project` wrote, perhaps on another machine."""
     candidates = [root / text for root in (project_root(), shipped())]
     return next((path for path in candidates if path.is_file()), candidates[0])
 
@@ -196,11 +198,13 @@ def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:
         if Path(path).is_file():
             return "file"
         return "folder" if Path(path).is_dir() else None
-    except (OSError, ValueError):  # the text can be no path, as with 10,000 characters
+    # The text may be no path at all, as with 10,000 characters or a zero byte.
+    except (OSError, ValueError):
         return None
 
 
 def forget_version(model: dict[str, Any], **_: Any) -> None:
     """Remove from a notebook which Python ran it: a hook that JupyterLab calls before saving."""
+    # Cleared and saved, a notebook is then the committed one byte for byte, whoever ran it.
     if model["type"] == "notebook":
         model["content"]["metadata"].get("language_info", {}).pop("version", None)

@@ -20,7 +20,7 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, newest_runs
 from labkit.machine.description import Machine, describe_machine
 
-# factor by which a measured sequence may differ in length for its result to apply
+# Attention of a length that differs by more is another question: the fastest changes with length.
 MAX_LENGTH_RATIO = 2.0
 STEP = "forward and backward"
 
@@ -73,6 +73,7 @@ class Topic:
         own = table[column].isin(run.header.user_alternatives)
         choice = self._fastest(question, table[~own], model, context_length)
         best = self._fastest(question, table, model, context_length)
+        # The only field that is a yes or no: its alternatives are "eager" and "compiled".
         if self.field == "compiled":
             choice = choice == "compiled"
         elif choice is None:
@@ -90,6 +91,7 @@ class Topic:
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
             return None
+        # The leader is better over all configurations, of which the nearest is only a part.
         leader = faster[faster[name].isin(question.metric.leaders(table)[:1])]
         if len(leader):
             return leader[name].iloc[0]
@@ -100,6 +102,7 @@ class Topic:
         if self.near == "sequence":
             distance = np.log(table["sequence"].astype(float) / context_length).abs()
             return distance.where(distance <= np.log(MAX_LENGTH_RATIO))
+        # Models that are no Transformers, and have no size here, are too far (NaN).
         sizes = table[self.near].map(
             {name: float(n_parameters(shape)) for name, shape in SIZES.items()}
         )
@@ -130,6 +133,7 @@ def runs_here(machine: Machine) -> dict[str, Run]:
     """Return the newest runs of this machine that may recommend something, by lab."""
     runs: dict[str, Run] = {}
     for lab in {topic.lab for topic in TOPICS}:
+        # Recorded runs, too: the machine that recorded them may be this one.
         newest = newest_runs(runs_directory() / lab, recorded_directory() / lab)
         usable = next((run for run in newest if _may_recommend(run, machine)), None)
         if usable is not None:
@@ -152,10 +156,7 @@ def _may_recommend(run: Run, machine: Machine) -> bool:
 
 
 def recommended_code(model: str | None, context_length: int | None) -> str:
-    """Return a script that trains as this machine's newest runs recommend.
-
-    ValueError for a model that no lab trains here.
-    """
+    """Return a script as this machine's newest runs recommend. ValueError for an unknown model."""
     if model is not None and model not in SIZES:
         raise ValueError(
             f"expected --model among {', '.join(SIZES)} with --apply, got {model[:40]!r}"
@@ -172,10 +173,13 @@ def recommended_code(model: str | None, context_length: int | None) -> str:
 
 
 def write_code(chosen: Configuration, model: str, context_length: int) -> str:
-    """Lines that build the model under this configuration and make one step; on one rank without
-    the wrapper's."""
-    loss = "loss = language_model_loss(wrapped(inputs), targets)"
-    autocast = f"with torch.autocast(inputs.device.type, dtype=torch.{chosen.precision}):"
+    """Return a script that builds the model under this configuration and makes a step."""
+    # As the lab compiles what it times: a training's shapes are the same in every step.
+    compiling = ["model.compile(dynamic=False)"] if chosen.compiled else []
+    forward = ["    loss = language_model_loss(wrapped(inputs), targets)"]
+    if chosen.precision != DEFAULT.precision:
+        autocast = f"with torch.autocast(inputs.device.type, dtype=torch.{chosen.precision}):"
+        forward = [f"    {autocast}", f"    {forward[0]}"]
     lines = [
         "import torch",
         "import torch.distributed as dist",
@@ -187,17 +191,13 @@ def write_code(chosen: Configuration, model: str, context_length: int) -> str:
         "",
         f'attend = IMPLEMENTATIONS["{chosen.attention}"]',
         f'model = Transformer(SIZES["{model}"], context_length={context_length}, attention=attend)',
-        *(["model.compile(dynamic=False)"] if chosen.compiled else []),
+        *compiling,
         f'wrapped = wrap("{chosen.wrapper}", model) if dist.is_initialized() else model',
         "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
         "",
         "",
         "def train_step(inputs, targets):",
-        *(
-            [f"    {loss}"]
-            if chosen.precision == DEFAULT.precision
-            else [f"    {autocast}", f"        {loss}"]
-        ),
+        *forward,
         "    loss.backward()",
         "    optimizer.step()",
         "    optimizer.zero_grad(set_to_none=True)",

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
+# What an algorithm may consist of that a student writes: an all-reduce of one call is none.
 MESSAGES = ("send", "receive", "exchange")
-"""Point-to-point messages of torch, and labkit's `exchange`."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather")
 
+# As a student types them; several functions may make calls of one kind.
 FUNCTIONS = {kind: f"`dist.{kind}`" for kind in COLLECTIVES} | {
     "send": "`dist.send`, `dist.isend`",
     "receive": "`dist.recv`, `dist.irecv`, `dist.batch_isend_irecv`",
     "exchange": "`labkit.parallel.exchange.exchange`",
 }
-"""Names by which a student calls each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,7 @@ def counted(number: int, noun: str) -> str:
 
 def join_words(words: Sequence[str]) -> str:
     """["a", "b", "c"] -> "a, b and c"; ["a, b", "c"] -> "a, b; c"."""
+    # Commas of a list within a list would leave open where an item ends.
     if any(", " in word or " and " in word for word in words):
         return "; ".join(words)
     if len(words) < 2:
@@ -158,6 +159,7 @@ _COLUMNS = {
     "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
 }
 
+# Titles of axes and legends of columns whose names are not clear enough.
 _AXES = {
     "busy": "busy share of a step",
     "counted_bytes": "counted peak",
@@ -168,14 +170,13 @@ _AXES = {
     "segment": "layers per checkpoint (0: none)",
     "way": "alternative",
 }
-"""Titles of axes and legends of columns whose names are not clear enough."""
 
+# Endings of column names by the direction that is better.
 _BETTER = {
     "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),
     "lower is better": ("bytes", "loss", "waiting_percent", "error"),
     "lower is faster": ("seconds", "_s", "ratio"),
 }
-"""Endings of column names by the direction that is better."""
 
 
 def better(name: str) -> str | None:

@@ -28,9 +28,10 @@ from labkit.torch_private import TorchDispatchMode
 if TYPE_CHECKING:
     import pandas as pd
 
+# A rank's counts travel in a row of the run, as JSON: columns of a frame hold single values.
 COLUMN = "user_calls"
-"""Column with the counts of a rank, as JSON."""
 LABKIT = str(Path(__file__).parents[1])
+# torch's operators by the kind of call. Waits and barriers move no data, and are always allowed.
 KINDS = {
     "send": "send",
     "recv_": "receive",
@@ -51,7 +52,6 @@ KINDS = {
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
 }
-"""torch's operators by the kind of call, without waits and barriers."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class CallCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # "c10d::allreduce_.overload" is an all_reduce, whichever function called it.
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace in ("c10d", "_c10d_functional"):
             line = _calling_line(through_labkit=False)
@@ -142,20 +143,15 @@ class CallCounter(TorchDispatchMode):
     def describe(self) -> dict[str, Any]:
         """Return the counts as a column of a row."""
         calls = Calls(
-            dict(self.calls),
-            dict(self.operators),
-            self.n_bytes,
-            self.passes,
-            self.most_per_pass,
+            dict(self.calls), dict(self.operators), self.n_bytes, self.passes, self.most_per_pass
         )
         return {COLUMN: json.dumps(asdict(calls))}
 
 
 class _FunctionCounter(TorchFunctionMode):
-    """Counts functions of torch that a reader's code calls.
+    """Counts functions of torch that a reader's code calls."""
 
-    The dispatch mode does not see all: some are decomposed before.
-    """
+    # The dispatch mode does not see all of them: some are decomposed before.
 
     def __init__(self, parts: tuple[str, ...], counts: Counter[str]) -> None:
         super().__init__()
@@ -190,6 +186,7 @@ def describe_calls(calls: Iterable[Calls]) -> list[str]:
     """Describe the calls per pass of the rank that makes most; empty if no call was counted."""
     rows = list(calls)
     operators = sorted({name for one in rows for name in one.operators})
+    # Instead of counts: the code has no part in what these operators send.
     if operators:
         return [f"torch's {', '.join(operators)} does the work"]
     # Among ranks with equally many by bytes: which one reports first is chance.

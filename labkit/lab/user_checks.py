@@ -27,16 +27,18 @@ from labkit.lab.user_calls import Calls, describe_calls, last_calls, read_calls
 from labkit.lab.user_worker import Plugins
 from labkit.parallel.launch import RankError, run_ranks
 
+# A point that fails as a whole tells nothing of which alternative did it.
 EVERY = "every alternative"
-"""Name of the alternatives of a point that failed as a whole."""
 NAME = "mine"
+# Of one point, at the smallest sizes: an alternative that takes longer hangs.
 DEADLINE_S = 20.0
-"""Deadline of one point; an alternative that takes longer hangs."""
+# Between two ranks there is one route; a wrong order of messages shows with three or four.
 RANKS = (2, 3, 4)
-"""Two ranks have one route; a mistake in the order of messages shows with three or four."""
 SHORTEST = {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": DEADLINE_S}
-UNEVEN_BYTES = 4088  # 1,022 elements of float32, which neither three nor four ranks divide evenly
+# 1,022 elements of float32, which neither three nor four ranks divide evenly.
+UNEVEN_BYTES = 4088
 
+# Exit statuses for graders, documented in docs/for-a-class.md.
 Verdict = Literal["right", "wrong", "fails", "hangs", "not allowed"]
 STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3, "not allowed": 4}
 
@@ -71,14 +73,17 @@ def verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
     frame = run.frame()
     columns = ["transport", "backend", "device", "world_size", "point", "status", "reason"]
     rows = frame.reindex(columns=columns).astype({"device": object, "transport": object})
+    # A lab without devices has GPUs only with NCCL.
     rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"})).fillna("cpu")
     rows["transport"] = rows["transport"].fillna("")
     names = frame.reindex(columns=[*lab.alternatives, "point"]).astype(object)
+    # A row has one of the lab's columns; a point that named none is its own alternative.
     rows["name"] = names.bfill(axis=1).iloc[:, 0]
     keys = ["device", "world_size", "transport", "name"]
     for (device, ranks, transport, name), group in rows.groupby(keys):
         status, reason = _worst(group)
-        if transport == name:  # the transport itself is the alternative
+        # Where the transport itself is the alternative, it would be named twice.
+        if transport == name:
             transport = ""
         yield Correctness(
             lab.name, str(device), int(ranks), str(name), status, reason, transport=transport
@@ -188,6 +193,7 @@ def _check(
         )
         waiting = last_calls(Path(notes))
     results = [one for one in verdicts(lab, run) if one.name in (NAME, EVERY)]
+    # What is refused or skipped here, such as a dtype, is neither.
     bad = [one for one in results if one.is_bad]
     right = [one for one in results if one.status in ("ok", "too_slow")]
     if bad or not right:
@@ -218,7 +224,8 @@ def check_file(lab: str) -> Path:
 def save_check(lab: Lab, alternative: Callable[..., Any], result: AlternativeCheck) -> None:
     """Keep the verdict on an alternative with its code, if that can be read."""
     code = ""
-    with suppress(OSError, TypeError):  # built in, or typed where nothing keeps it
+    # Code that is built in, or typed where nothing keeps it, has no source; the verdict counts.
+    with suppress(OSError, TypeError):
         code = inspect.getsource(alternative)
     checked = f"{datetime.now(UTC):%FT%TZ}"
     record = {"verdict": result.verdict, "details": result.details, "code": code}
@@ -274,15 +281,17 @@ def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) 
             )
         column[rows[0]] = value
     table.insert(list(table.columns).index(question.measured), "your_guess_s", column)
+    # Both errors over the guessed rows alone, or the prediction would answer for more.
     guessed = table.dropna(subset="your_guess_s")
-    yours, predictions = (
-        format_factor(
-            float(np.exp(np.log(guessed[question.measured] / guessed[name]).abs().mean()))
-        )
-        for name in ("your_guess_s", question.predicted)
-    )
+    yours = _mean_factor(guessed[question.measured], guessed["your_guess_s"])
+    predictions = _mean_factor(guessed[question.measured], guessed[question.predicted])
     note = (
         f"Your guesses are off by a factor of {yours}, the predictions of the same times by"
         f" {predictions}."
     )
     return replace(answer, table=table, remarks=(note,))
+
+
+def _mean_factor(measured: pd.Series, guessed: pd.Series) -> str:
+    """Return by what factor guesses are wrong on average, too large or too small."""
+    return format_factor(float(np.exp(np.log(measured / guessed).abs().mean())))

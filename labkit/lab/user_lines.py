@@ -10,6 +10,7 @@ NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "
 
 def user_line(error: Exception) -> str:
     """Return the deepest line of a user's code, as ", line 3 of the cell", or ""."""
+    # The deepest: above it the same error passes through the loops that called the code.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         place = user_file(frame.filename)
         if place:

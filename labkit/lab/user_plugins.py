@@ -24,6 +24,7 @@ def check_plugins(study: Lab, plugins: Plugins) -> None:
             f"{study.name}: has no place for alternatives of your own, got {names}"
         )
     for name, alternative in alternatives.items():
+        # Rows are named by values with commas between them, and told apart by these again.
         if not isinstance(name, str) or not name.isidentifier():
             raise ParameterError(
                 f"{study.name}: expected names of letters, digits and _, got {name!r:.80}"
@@ -46,7 +47,7 @@ def with_plugin_names(
     if study.plugin_parameter is None:
         return config
     labkits = getattr(config, study.plugin_parameter)
-    if only:  # but for those that they are compared with
+    if only:  # baselines stay, since ratios are to them
         baselines = {one.baseline for one in study.questions if isinstance(one, Compare)}
         labkits = [name for name in labkits if name in baselines]
     names = [*labkits, *plugins.alternatives]
@@ -57,5 +58,6 @@ def worker_with_plugins(study: Lab, plugins: Plugins) -> Callable[..., Any]:
     """Wrap the lab's worker so that it registers the plugins in the rank first."""
     if not plugins.alternatives:
         return study.worker
+    # Calls are counted only for `lab.check`: to look at each operator would lengthen times.
     work = run_with_plugins if plugins.noted is None else run_counted
     return partial(work, study.register, plugins, study.worker)

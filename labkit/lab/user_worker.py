@@ -1,7 +1,4 @@
-"""The worker of a rank if a user has added alternatives.
-
-Imports nothing heavy: every rank loads this module.
-"""
+"""The worker of a rank with a user's alternatives. Every rank loads it: no heavy imports."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,8 +18,7 @@ class Plugins:
 
     alternatives: Mapping[str, Any] = field(default_factory=dict)
     noted: tuple[str, ...] | None = None
-    """Parts of names of operators to count with the collectives of the alternatives; None: nothing
-    is counted."""
+    """Parts of names of operators to count, with all collectives; None: nothing is counted."""
     notes: Path | None = None
     """Folder in which ranks name the call that they are about to make (`user_calls`)."""
 

@@ -12,8 +12,8 @@ from labkit.bench.intervals import CONFIDENCE, POWER
 from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, with_verdicts
 from labkit.lab.facts import Counts, Overall, Verdict
 
+# A gain for which a reader would change the configuration. Rounds are planned to show it.
 RELEVANT_GAIN = 0.1
-"""A gain that a reader would change the configuration for."""
 
 
 def judge_together(
@@ -40,8 +40,7 @@ def overall_leaders(pooled: Mapping[Any, Overall]) -> list[Any]:
 def decide(
     counts: Counts, overall: Overall | None, ratios: pd.Series, *, has_winner: bool
 ) -> Verdict:
-    """Choose the verdict; `counts` are the winner's configurations, or the rows of all
-    alternatives."""
+    """Choose the verdict by the winner's `counts`, or, without a winner, those of all rows."""
     direction = overall.direction if overall else None
     is_better = counts.better > 0 or direction == "better"
     is_worse = counts.worse > 0 or direction == "worse"
