@@ -1,5 +1,4 @@
-"""`labkit check`: is every implementation right on this machine, and is the machine as fast as it
-was?"""
+"""`labkit check`: is everything right on this machine, and is it as fast as it was?"""
 
+# A quantity that is slower than its baseline by more than this share is status 3.
 TOLERANCE = 0.05
-"""Share by which a quantity may be slower than its baseline."""

@@ -19,16 +19,16 @@ from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS
 
+# Of one file: a bundle or a hand-in is uploaded, and whoever opens it reads it into memory.
 MAX_BYTES = 50 * 2**20
-"""Of a run in a bundle."""
+# By this file a hand-in is known, and it alone keeps names.
 CARD = "hand-in.json"
-"""The only file that keeps names."""
+# Folders of an absolute path, in text, JSON or HTML. The file's name stays, which tracebacks need,
+# and so do URLs, tags, and pictures in base64.
 FOLDERS = re.compile(r"(?:(?<=\\[nrt])|(?<![\w/<>.~+-]))(?<!:/)/(?:[\w.@+-]+/)+(?=[\w.@+-])")
-"""Folders of an absolute path, in text, JSON or HTML. The file's name stays, and so do pictures in
-base64."""
 HOST = re.compile(r'"host": ?"([^"]+)"')
+# User names that identify nobody.
 COMMON_NAMES = ("root", "user", "ubuntu", "admin")
-"""User names that identify nobody."""
 
 
 @cache
@@ -41,15 +41,13 @@ def _labkit_words() -> frozenset[str]:
 
 
 def scrub(text: str) -> str:
-    """Return text without names of user and hosts, and without folders outside the project.
-
-    `text` may be JSON lines or HTML.
-    """
+    """Return text, JSON lines or HTML without names of users and hosts, and without folders."""
     places = {
         project_root(): "PROJECT",
         Path(__file__).parents[2]: "LABKIT",
         Path(sys.prefix): "PYTHON",
     }
+    # The deepest first, since one may lie in another; a root of "/" would replace every slash.
     for place, word in sorted(places.items(), key=lambda item: -len(item[0].parts)):
         if len(place.parts) > 1:
             text = text.replace(str(place), word)
@@ -59,6 +57,7 @@ def scrub(text: str) -> str:
     for user_name in (getpass.getuser, lambda: Path.home().name):
         # a container's user may have no name, or no folder
         with suppress(KeyError, OSError, RuntimeError):
+            # JSON spells a name with an accent in another way.
             words |= dict.fromkeys((user_name(), json.dumps(user_name())[1:-1]), "user")
     text = HOST.sub('"host": "host"', text)
     for name, word in words.items():
@@ -69,16 +68,19 @@ def scrub(text: str) -> str:
 
 def _replace_name(text: str, name: str, word: str) -> str:
     """Replace a name where it stands alone."""
+    # No letter or digit beside it: "max" is no part of "maximum".
     pattern = rf"(?<![^\W_]){re.escape(name)}(?![^\W_])"
-    # A host called `cuda`, or a user called `max`, must not change what a run says.
+    # A host called `cuda`, or a user called `max`, must not change what a run says: such names are
+    # replaced in `max@cuda` only.
     if name.lower() in _labkit_words():
         return re.sub(rf"{pattern}(?=@)|(?<=@){pattern}", word, text)
-    # keys of JSON stay, but for hosts with their ranks
+    # Keys of JSON stay: a run is read again. A key with a list is a host with its ranks.
     return re.sub(rf'{pattern}(?!":\s?[^\s\[])', word, text)
 
 
 def write_zip(path: Path, files: Mapping[str, str]) -> None:
     """Write the zip, whole or not at all; nothing but the card keeps names and folders."""
+    # In memory: a disk that is full leaves no half of a zip, which would be handed in.
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():
@@ -93,10 +95,7 @@ def _newest_run(lab: str) -> Path | None:
 
 
 def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -> None:
-    """Write machine, check, newest runs, failures with tracebacks and kernels.
-
-    `document` is the check's JSON.
-    """
+    """Write machine, check (`document`), newest runs, failures with tracebacks, and kernels."""
     columns = ["device", "kernel", "registers", "spills"]
     kernels = result.run.frame().reindex(columns=columns).dropna(subset="kernel")
     kernels_text = "no kernels launched\n"
@@ -114,6 +113,7 @@ def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -
     }
     for lab, run in {"check": result.run.path, **{lab: _newest_run(lab) for lab in LABS}}.items():
         if run is not None and run.stat().st_size <= MAX_BYTES:
+            # Damaged runs, too: they may be what the report is about.
             files[f"runs/{lab}.jsonl"] = run.read_text(encoding="utf-8", errors="replace")
             try:
                 failures += [

@@ -11,27 +11,20 @@ from typing import Any
 from labkit.check import TOLERANCE
 from labkit.check.comparison import NOT_COMPARABLE, Change, compare
 from labkit.check.correctness import check_correctness
-from labkit.check.facts import Difference, describe_hardware, differences, has_lost_hardware
+from labkit.check.facts import (
+    Difference,
+    describe_hardware,
+    differences,
+    has_lost_hardware,
+    is_alike,
+    torch_version,
+)
 from labkit.check.sessions import SessionTimes
 from labkit.check.worker import CheckPoint, measure_quantities, sizes_on
-from labkit.lab.config import (
-    Gain,
-    ParameterError,
-    Repeats,
-    Seconds,
-    Sessions,
-    TimedConfig,
-    Warmup,
-)
+from labkit.lab.config import Gain, ParameterError, Repeats, Seconds, Sessions, TimedConfig, Warmup
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, repeat_in_sessions
-from labkit.lab.project import (
-    check_writable,
-    lock_file,
-    project_root,
-    runs_directory,
-    write_file,
-)
+from labkit.lab.project import check_writable, lock_file, project_root, runs_directory, write_file
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import ShowProgress
 from labkit.lab.runs.store import Run, RunFileError, find_run
@@ -39,6 +32,7 @@ from labkit.lab.units import counted, join_words
 from labkit.lab.user_checks import Correctness
 from labkit.machine.description import Machine, describe_machine
 
+# On any number of cores: baselines of other numbers of ranks could not be compared.
 CPU_RANKS = 2
 
 
@@ -48,7 +42,7 @@ class CheckConfig(TimedConfig):
     warmup: Warmup = 2
     repeats: Repeats = 20
     rounds_s: Seconds | None = 2.5
-    gain: Gain = 0.0
+    gain: Gain = 0.0  # nothing is compared within a run, so no gain can plan its rounds
     sessions: Sessions = 8
     timeout_s: float = 120.0
 
@@ -83,6 +77,7 @@ CHECK = Lab(
 class Status(IntEnum):
     """Exit status of a check."""
 
+    # 2 is a mistake of the caller, as of every command.
     OK = 0
     WRONG = 1
     """A result is wrong or missing."""
@@ -160,6 +155,7 @@ def check_machine(
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
+        # Two checks at once would each find the machine busy, and slower.
         try:
             lock_file(lock.fileno(), folder / "lock")
         except BlockingIOError:
@@ -202,13 +198,13 @@ def load_baseline(against: str | None, say: Callable[[str], None] = lambda line:
             f"the baseline was saved on {runs[-1].header.machine.host}, which has the same"
             " processor, cores and GPUs"
         )
-    used = [run for run in runs if _is_alike(runs[-1], run)]
+    used = [run for run in runs if is_alike(runs[-1], run)]
     left_out = [run for run in runs if run not in used]
     if left_out:
-        torches = join_words(sorted({str(_torch(run)) for run in left_out}))
+        torches = join_words(sorted({str(torch_version(run)) for run in left_out}))
         say(
             f"left out of the baseline: {counted(len(left_out), 'run')} (torch {torches}), because"
-            f" the newest (torch {_torch(runs[-1])}) is of other hardware or another torch"
+            f" the newest (torch {torch_version(runs[-1])}) is of other hardware or another torch"
         )
     return used
 
@@ -222,21 +218,9 @@ def _load_check(path: Path) -> Run:
     return run
 
 
-def _torch(run: Run) -> str | None:
-    return run.header.machine.versions.get("torch")
-
-
-def _is_alike(newest: Run, run: Run) -> bool:
-    """Return whether both are of one machine and torch: only then their spread is its drift."""
-    is_one_machine = not any(one.forbids for one in differences(newest, run))
-    return is_one_machine and _torch(newest) == _torch(run)
-
-
 def _find_baseline_folder(machine: Machine) -> Path:
-    """Return the folder of this host's baseline, or that of an equal machine if this host has none.
-
-    Containers and clouds give a machine another name at every start.
-    """
+    """Return the folder of this host's baseline, or that of an equal machine if it has none."""
+    # Containers and clouds give a machine another name at every start.
     own = baseline_folder(machine)
     if any(own.glob("*.jsonl")):
         return own
@@ -252,6 +236,7 @@ def no_baseline_reason(result: CheckResult) -> str | None:
     """Return why a run must not be a baseline, or None."""
     if result.is_wrong:
         return "something is wrong or failed"
+    # A baseline with a gap would make the quantity "not comparable" from now on.
     times = SessionTimes(result.run)
     reason = next(filter(None, map(times.missing_reason, times.names)), None)
     return reason and f"{reason}; save it while the machine is quiet"

@@ -11,16 +11,18 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from labkit.check.hand_in import CARD, MAX_BYTES, normalize_name
+from labkit.check.archives import CARD, MAX_BYTES
+from labkit.check.hand_in import normalize_name
 from labkit.lab.config import ParameterError
 from labkit.lab.project import kind_of_path
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS
 
+# What macOS and Windows add to folders and zips.
 IGNORED = ("__MACOSX", ".DS_Store", "Thumbs.db", "desktop.ini")
 
+# Reads a file of a hand-in. ValueError for one that is too large to be a student's.
 Member = Callable[[], bytes]
-"""Reads a file of a hand-in. ValueError for one that is too large to be a student's."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def holds_hand_ins(name: str) -> bool:
     """Return whether this names a folder with a zip or an unzipped hand-in, in it or below it."""
     if kind_of_path(name) != "folder":
         return False
+    # Any zip counts: a page that lists it as no hand-in says more than a refusal of the folder.
     return any(_is_zip(path) or path.name == CARD for path in _files(Path(name)))
 
 
@@ -145,10 +148,12 @@ def _read(file: str, members: Mapping[str, Member]) -> HandIn:
         labs = card.get("labs")
         if "name" not in card or not isinstance(labs, list):
             raise ValueError("expected a name and a list of labs")
+        # A card is a student's to edit: it may hold anything, at any length.
         name = str(card["name"])[:64]
     except Exception as error:
         return HandIn(file, _guess_name(file), problems=[f"cannot be read: {CARD}: {error}"])
-    with suppress(ParameterError):  # the card was edited: the page escapes it
+    # The card was edited: the page escapes it.
+    with suppress(ParameterError):
         name = normalize_name(name)
     result = HandIn(file, name)
     for lab in map(str, labs):
@@ -170,6 +175,7 @@ def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
     member = members.get(f"{lab}/run.jsonl")
     if member is None:
         return
+    # A run is read from a file, and this one may lie in a zip.
     with TemporaryDirectory(prefix="labkit-hand-in-") as folder:
         copy = Path(folder) / "run.jsonl"
         copy.write_bytes(member())
@@ -178,6 +184,7 @@ def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
         except ParameterError as error:
             raise ValueError(str(error).replace(str(copy), "run.jsonl")) from None
     if lab not in LABS or run.header.lab != lab:
+        # Graded by the lab that the student claims, it would have no answers.
         raise ValueError(f"a run of {run.header.lab}, named {lab}")
     hand_in.runs[lab] = run
 
@@ -187,6 +194,7 @@ def _read_check(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> Non
     if member is not None:
         record = _read_object(member())
         names = ("verdict", "details", "code", "checked")
+        # Fields that a page shows, at a length that it can show.
         hand_in.checks[lab] = {name: str(record.get(name, ""))[:20_000] for name in names}
 
 

@@ -107,6 +107,7 @@ def _section(lab: Lab, students: Sequence[Student]) -> dict[str, Any]:
 
 def _strip(text: str, answers: Iterable[tuple[str, Answer]]) -> Mapping[str, Any]:
     """Place a dot per student on a logarithmic axis around 1; empty if all effects are 1."""
+    # Counts may have an effect of 0, which has no place on a logarithmic axis.
     effects = [
         (name, answer.effect)
         for name, answer in answers
@@ -114,6 +115,7 @@ def _strip(text: str, answers: Iterable[tuple[str, Answer]]) -> Mapping[str, Any
     ]
     if all(effect == 1 for _, effect in effects):
         return {}
+    # At least 1.5, so that effects that hardly differ do not fill the axis.
     reach = max(1.5, *(max(effect, 1 / effect) for _, effect in effects))
     dots = [(name, effect, MIDDLE + REACH * math.log(effect, reach)) for name, effect in effects]
     return {"question": text, "dots": dots, "ends": [f"{1 / reach:.2g}", f"{reach:.2g}"]}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from labkit.check.comparison import Change
     from labkit.machine.description import Machine
 
+# Fields of a change that the JSON document has under the same names.
 NUMBERS = ("low", "high", "seconds", "shared", "smallest_change")
 
 
@@ -77,6 +78,7 @@ def check(
         if bundle.is_dir():
             raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
         project.check_writable(bundle.parent)
+    # Before anything is measured: a damaged baseline ends the command at once.
     baseline = []
     if not save:
         baseline = load_baseline(against, err.print)
@@ -87,12 +89,13 @@ def check(
             result = check_machine(baseline, show, err.print, tolerance=tolerance)
     except KeyboardInterrupt:
         err.print("interrupted: nothing was compared or saved")
-        raise typer.Exit(130) from None
+        raise typer.Exit(130) from None  # 128 + SIGINT, as shells say it
     report = document("check", **describe(result))
     if as_json:
         print(json.dumps(report))
     else:
         _print(result)
+    # Whatever the result: a bug report is about what is wrong.
     if bundle is not None:
         write_bundle(bundle, result, report)
         err.print(f"bundle: {project.path_from_here(bundle)}")
@@ -103,6 +106,7 @@ def check(
         err.print(f"no baseline was saved: {reason}")
         raise typer.Exit(1)
     path = save_baseline(result)
+    # Of all saved runs, those of this hardware and torch are the baseline from now on.
     runs = counted(len(load_baseline(None, err.print)), "run")
     err.print(
         f"baseline: {runs}, {project.path_from_here(path)}; three, saved at different hours, show"
@@ -144,6 +148,7 @@ def _print(result: "CheckResult") -> None:
         changed = ", ".join(map(str, result.circumstances))
         out.print(f"since the baseline: {changed}; the machine is the same")
     _print_shared_changes(result)
+    # One reason for all quantities is said once, below the table.
     common = result.nothing_compared_reason
     rows = [_row(one, result.run.header.machine, common) for one in result.changes]
     print_table(rows, "quantity", "where", "now", "now / baseline", "shows from", "verdict")
@@ -174,6 +179,7 @@ def _print_correctness(result: "CheckResult") -> None:
 def _print_shared_changes(result: "CheckResult") -> None:
     for place, changes in groupby(result.changes, key=lambda one: one.place):
         factors = [one.shared for one in changes if not math.isnan(one.shared)]
+        # Within the tolerance nobody would ask what happened to the machine.
         factor = statistics.median(factors or [1.0])
         if abs(math.log(factor)) > math.log1p(result.tolerance):
             out.print(
@@ -276,6 +282,7 @@ def notebook(
 
     declaration = load_lab(lab)
     path = output or Path(f"{lab}.ipynb")
+    # It may be a student's work of an evening.
     if path.exists():
         raise ParameterError(f"{path}: exists already; --output names another file")
     content = nbformat.read(notebook_path(lab), as_version=4)

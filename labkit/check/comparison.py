@@ -26,20 +26,22 @@ from labkit.check.sessions import MIN_SESSIONS, SessionTimes
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, join_words
 
+# Standard deviation of a run beyond what its sessions explain. It is assumed while the baseline
+# has too few runs to show its own.
 DRIFT = 0.05
-"""Standard deviation of a run beyond what sessions explain, while the baseline has few runs."""
+# Standard error of a median times the root of the sample size, over the median absolute deviation:
+# a median varies 1.25 times as much as a mean, and a normal deviation is 1.4826 MAD.
 ERROR_OVER_MAD = 1.25 * 1.4826
-"""Standard error of a median times the root of the sample size, over the median absolute
-deviation."""
+# The median of fewer other quantities would be one or two of them, not what all share.
 MIN_PEERS = 3
-"""Other quantities of a place that show what all share."""
+# A shared change is subtracted within these quantiles of the baseline's rounds: beyond them it is
+# news about the machine, not its usual variation.
 RANGE = (0.02, 0.98)
-"""Quantiles of the baseline's rounds within which a run's shared change is subtracted."""
+# Slope of a quantity against the shared change, in logarithms: 1 follows it, and a fit to noise
+# may be anything.
 MAX_SLOPE = 2.0
-"""Largest slope of a quantity against the shared change, in logarithms."""
+# Moved cores differ by more in the time of an exchange, relative to a call on one core.
 MOVED_FACTOR = 1.4
-"""Factor by which moved cores differ in the time of an exchange, relative to that of a call on one
-core."""
 
 NOT_COMPARABLE = "not comparable"
 Verdict = Literal["slower", "faster", "no difference shown", "not comparable"]
@@ -66,23 +68,19 @@ class Change:
     low: float = math.nan
     high: float = math.nan
     shared: float = math.nan
-    """Part of the change that all quantities of the place share, as when a virtual machine's cores
-    are slower."""
+    """Part of the change that the whole place shares, as if a host slows all cores."""
     smallest_change: float = math.nan
     """Smallest ratio above 1 that would have counted as a change."""
 
 
 def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
-    """Return the change of each quantity of the run or the baseline; without a baseline none is
-    comparable."""
+    """Return the change of each quantity that the run or its baseline has."""
     current = SessionTimes(run)
     earlier = [SessionTimes(one) for one in baseline]
-    factors = [current.exchange / one.exchange for one in earlier]  # NaN: unknown
-    alike = [
-        one
-        for one, factor in zip(earlier, factors, strict=True)
-        if not abs(np.log(factor)) > np.log(MOVED_FACTOR)
-    ]
+    factors = [current.exchange / one.exchange for one in earlier]
+    # NaN, of a run without the exchange, is not larger: nothing shows that its cores have moved.
+    is_moved = np.abs(np.log(factors)) > np.log(MOVED_FACTOR)
+    alike = [one for one, moved in zip(earlier, is_moved, strict=True) if not moved]
     blocker = "there is no baseline"
     if baseline:
         forbidding = [one for one in differences(baseline[-1], run) if one.forbids]
@@ -92,6 +90,7 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
     names = list(dict.fromkeys(name for one in (current, *earlier) for name in one.names))
     parallel = {name for one in (current, *earlier) for name in one.parallel}
     judged: dict[Any, dict[str, Any]] = {}
+    # A single core does not feel where the others are, so it keeps the whole baseline.
     for group, runs in ((parallel, alike), (set(names) - parallel, earlier)):
         if runs and group and not blocker:
             table = _judge(current, runs, sorted(group), parallel, len(names))
@@ -131,6 +130,7 @@ def _judge(
     remaining = _subtract_shared_change(rounds, names, parallel)
     sessions = remaining.T.groupby(level=["run", "session"]).median()
     by_run = sessions.groupby(level="run")
+    # A run with too few sessions has no level, but its rounds show how quantities vary together.
     levels = by_run.median().where(by_run.count() >= MIN_SESSIONS).reindex(range(n_runs + 1))
     deviations = sessions.sub(levels, level="run").abs().groupby(level="run").median()
     explained = ((ERROR_OVER_MAD * deviations) ** 2 / by_run.count()).mean()
@@ -188,11 +188,13 @@ def _subtract_shared_change(
     result = relative.reindex(names).copy()
     for name in names:
         others = [other for other in relative.index if other[:2] == name[:2] and other != name]
+        # Where the host puts the cores moves quantities of several cores, and no others.
         peers = [other for other in others if other not in parallel] or others
         if len(peers) < MIN_PEERS or name not in relative.index:
             continue
         shared = relative.loc[peers].median()
         steps = within.loc[peers].median()
+        # Least squares through zero; `or`: rounds that never differ have no slope.
         slope = (steps * within.loc[name]).sum() / ((steps**2).sum() or 1.0)
         levels = shared.groupby(level="run").median()
         excess = _level_beyond(levels.iloc[:-1], shared[is_baseline], levels.iloc[-1])
@@ -204,6 +206,7 @@ def _subtract_shared_change(
 
 def _level_beyond(levels: pd.Series, rounds: pd.Series, level: float) -> float:
     """Return by how much a level lies beyond what the baseline makes likely; 0: it does not."""
+    # The prediction interval (Student's t) of one more run, widened to the rounds that were seen.
     reach = 0.0
     if len(levels) > 1:
         quantile = float(stdtrit(len(levels) - 1, 0.975))

@@ -14,6 +14,7 @@ from labkit.studies import load_lab
 
 # Compiled naive attention is torch's, and slow to compile.
 ATTENTION = ["tiled", "flash", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa"]
+# Labs that compare results with an exact one before they time, with what makes each short.
 LABS: Mapping[str, Mapping[str, Any]] = {
     "attention": {"implementations": ATTENTION},
     "all_reduce": {},
@@ -21,7 +22,6 @@ LABS: Mapping[str, Mapping[str, Any]] = {
     "sharding": {"optimizers": ["AdamW"]},
     "sync_batchnorm": {"alternatives": ["labkit", "torch"]},
 }
-"""Labs that check results before they time anything, each with its parameters here."""
 ONCE = {"repeats": 1, "warmup": 0, "sessions": 1}
 
 
@@ -38,8 +38,7 @@ def check_correctness(
 
 
 def _configured_labs(device: str) -> Iterator[tuple[Lab, Any]]:
-    """Yield labs reduced to the points that check results, each with its shortest config; none
-    without the device."""
+    """Yield labs with their shortest configs, reduced to checks; none without the device."""
     for name, parameters in LABS.items():
         lab = load_lab(name)
         names = lab.config.model_fields

@@ -19,10 +19,7 @@ class Difference:
     before: str
     now: str
     forbids: bool
-    """Whether it is of the machine: times of two machines are not compared.
-
-    A difference of the software may explain a change instead.
-    """
+    """Whether it is of the machine; one of its software may explain a change instead."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.before} -> {self.now}"
@@ -30,12 +27,8 @@ class Difference:
 
 def differences(before: Run, now: Run) -> list[Difference]:
     """Return the facts in which two runs differ, those that forbid a comparison first."""
-    hardware, other_hardware = (
-        describe_hardware(run.header.machine) | {"set of quantities": _number_of_set(run)}
-        for run in (before, now)
-    )
     return [
-        *_compare_facts(hardware, other_hardware, forbids=True),
+        *_compare_facts(_describe_measured(before), _describe_measured(now), forbids=True),
         *_compare_facts(_describe_software(before), _describe_software(now), forbids=False),
     ]
 
@@ -44,6 +37,7 @@ def _compare_facts(
     before: Mapping[str, Any], now: Mapping[str, Any], *, forbids: bool
 ) -> Iterator[Difference]:
     for name in dict.fromkeys((*before, *now)):
+        # As text: a version of None in one run and a missing one in an older run are the same.
         then = str(before.get(name) or "none")
         today = str(now.get(name) or "none")
         if then != today:
@@ -56,11 +50,7 @@ def describe_hardware(machine: Machine) -> dict[str, Any]:
     if machine.cpu_quota is not None:
         cores += f" (quota {machine.cpu_quota:g})"
     gpus = ", ".join(f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts)
-    return {
-        "processor": machine.cpu,
-        "cores": cores,
-        "GPUs": gpus or machine.no_gpu_reason,
-    }
+    return {"processor": machine.cpu, "cores": cores, "GPUs": gpus or machine.no_gpu_reason}
 
 
 def has_lost_hardware(before: Run, now: Run) -> bool:
@@ -72,12 +62,30 @@ def has_lost_hardware(before: Run, now: Run) -> bool:
         amounts.append(
             (machine.cores, machine.cpu_quota or machine.cores, len(machine.gpus), threads)
         )
+    # Fewer cores of another processor are another machine, not a loss.
     has_less = any(now < then for then, now in zip(*amounts, strict=True))
     return has_less and before.header.machine.cpu == now.header.machine.cpu
 
 
-def _number_of_set(run: Run) -> int:
-    return max((point.get("number") or 0 for point in run.header.planned.values()), default=0)
+def is_same_machine(before: Run, now: Run) -> bool:
+    """Return whether times of two runs may be compared."""
+    return not any(one.forbids for one in differences(before, now))
+
+
+def is_alike(newest: Run, run: Run) -> bool:
+    """Return whether two runs are of one machine and torch: then their spread is its drift."""
+    return is_same_machine(newest, run) and torch_version(newest) == torch_version(run)
+
+
+def torch_version(run: Run) -> str | None:
+    return run.header.machine.versions.get("torch")
+
+
+def _describe_measured(run: Run) -> dict[str, Any]:
+    """Return the machine's hardware and the set of quantities, by its number."""
+    # Another set is like another machine: nothing of it can be compared.
+    numbers = [point.get("number") or 0 for point in run.header.planned.values()]
+    return describe_hardware(run.header.machine) | {"set of quantities": max(numbers, default=0)}
 
 
 def _describe_software(run: Run) -> dict[str, Any]:

@@ -25,14 +25,14 @@ from labkit.lab.units import counted
 from labkit.lab.user_checks import Correctness, verdicts
 from labkit.studies import load_lab
 
+# A point or two that a browser disturbed need no look; a run with a larger share of them does.
 MANY_BUSY = 0.1
-"""Share of busy points from which a run is flagged."""
+# Of fewer students none can be told to be unlike the others, nor what the teacher gave to all.
 MIN_CLASS = 4
-"""Students from which one can be unlike the others, and what all have in common the teacher's."""
+# Lists of alternatives have a student's own name; seeds and devices may differ in a class.
 MAY_DIFFER = ("seed", "timeout_s", "device", "implementations", "algorithms", "alternatives")
-"""Parameters that may differ in a class, among them the lists with a student's own name."""
+# Fewer lines may be alike by chance: there are not many ways to write them.
 MIN_COPIED_LINES = 4
-"""Fewer lines of a cell may be alike without having been copied."""
 NOTHING = "nothing"
 
 
@@ -146,12 +146,9 @@ def _grade_lab(lab: Lab, students: Sequence[Student]) -> None:
 
 
 def _grade(
-    lab: Lab,
-    run: Run | None,
-    check: Mapping[str, str] | None,
-    answers: Mapping[str, Answer],
+    lab: Lab, run: Run | None, check: Mapping[str, str] | None, answers: Mapping[str, Answer]
 ) -> Grade:
-    """Grade by the last check, which also hangs and forbidden calls have, else by the run."""
+    """Grade by the last `lab.check`, else by the run."""
     machine = ""
     ratio = ""
     results: list[Correctness] = []
@@ -160,7 +157,7 @@ def _grade(
         machine = run.header.machine.label
         ratio = _typical_ratio(lab, own, answers)
         results = [one for one in verdicts(lab, run) if one.name in own]
-    # A run cannot tell: what hangs is never measured, and who measures may call anything.
+    # The check knows more: code that hangs has no run, and runs do not count forbidden calls.
     if check is not None:
         return Grade(lab.name, check["verdict"], check["details"], ratio, machine)
     if not results:
@@ -189,14 +186,12 @@ def _typical_ratio(lab: Lab, own: Sequence[str], answers: Mapping[str, Answer]) 
 
 
 def _run_flags(lab: Lab, run: Run | None, usual: Mapping[str, str], grade: Grade) -> Iterator[Flag]:
-    """Yield what a teacher should look at: other parameters, wrong results, load, the clock.
-
-    `grade`: what is flagged already.
-    """
+    """Yield what a teacher should look at, but for what the grade says already."""
     if run is None:
         return
     different = {name: value for name, value in _values(run).items() if value != usual[name]}
-    if "profile" in different:  # with which all parameters differ
+    # All parameters of another profile differ, so it alone is named.
+    if "profile" in different:
         different = {"profile": different["profile"]}
     for name, value in different.items():
         yield Flag(Severity.PARAMETERS, f"{name} {value}, the others {usual[name]}")
@@ -282,13 +277,12 @@ def _flag_copies(students: Sequence[Student], given: set[str]) -> None:
     for student in students:
         for lab, run in student.hand_in.runs.items():
             # The start has microseconds: two runs that share it are one.
-            groups["run", lab, run.header.started, tuple(run.header.planned)].append(student)
+            groups[f"{lab}: the same run", run.header.started, *run.header.planned].append(student)
         for text in {text.strip() for kind, text in student.work if kind == "code"}:
             own_lines = [line for line in text.splitlines() if line.strip() not in given_lines]
             if len(own_lines) >= MIN_COPIED_LINES:
-                groups["code", "", text, ()].append(student)
-    for (what, lab, *_), alike in groups.items():
-        same = f"{lab}: the same run" if what == "run" else "the same code"
+                groups["the same code", text].append(student)
+    for (same, *_), alike in groups.items():
         for student in alike:
             others = ", ".join(one.name for one in alike if one is not student)
             if others:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from labkit.check.archives import write_zip
+from labkit.check.archives import CARD, MAX_BYTES, write_zip
 from labkit.lab.commands.console import err
 from labkit.lab.config import ParameterError
 from labkit.lab.pages.report import export_page
@@ -19,15 +19,11 @@ from labkit.lab.user_checks import check_file
 from labkit.machine.description import describe_machine
 from labkit.studies import load_lab
 
-CARD = "hand-in.json"
-"""By this file a hand-in is known."""
-MAX_BYTES = 50 * 2**20
-"""Of a file in a hand-in."""
 CLOCK_TOLERANCE = timedelta(hours=1)
+# Characters without a shape of their own that belong to names, as in Hindi and Persian.
 JOINERS = "\u200c\u200d"
-"""Characters without a shape of their own that belong to names, as in Hindi and Persian."""
+# Who types these means a path, or copied a page.
 NOT_IN_NAMES = '/\\:*?"<>|'
-"""Who types these means a path, or copied a page."""
 
 
 def write_hand_in(
@@ -39,6 +35,7 @@ def write_hand_in(
     or checked.
     """
     name = normalize_name(name)
+    # Read before anything is written: a refusal leaves no half of a zip.
     texts = [read_notebook(notebook) for notebook in notebooks]
     runs = {lab: newest_run(lab) for lab in labs}
     handed_in = [lab for lab in labs if runs[lab] is not None or check_file(lab).is_file()]
@@ -46,7 +43,6 @@ def write_hand_in(
         raise ParameterError(
             f"nothing to hand in: no run of {', '.join(labs)} in {runs_directory()}"
         )
-    # Notebooks are read before anything is written: a refusal leaves no half of a zip.
     card = {"name": name, "labs": handed_in, "labkit": str(describe_machine().source)}
     files = {CARD: json.dumps(card)}
     for path, file_name, text in zip(notebooks, _file_names(notebooks), texts, strict=True):
@@ -76,6 +72,7 @@ def normalize_name(name: str) -> str:
     """
     seen = "".join(one for one in name if unicodedata.category(one) != "Cf" or one in JOINERS)
     normal = " ".join(unicodedata.normalize("NFC", seen).split())
+    # Categories of Unicode: letters (L), digits (N), control characters and the like (C).
     kinds = {unicodedata.category(one)[0] for one in normal if one not in JOINERS}
     is_known = "C" not in kinds and not set(normal) & set(NOT_IN_NAMES)
     if not (is_known and kinds & {"L", "N"} and len(normal) <= 64):
@@ -108,6 +105,7 @@ def read_notebook(path: Path) -> str:
             " outputs of its largest cells"
         )
     try:
+        # Editors on Windows begin a file with a byte-order mark, which is no JSON.
         text = path.read_text(encoding="utf-8-sig")
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -150,7 +148,8 @@ def _page_of_notebook(path: Path, text: str, labs: Sequence[str]) -> str | None:
         page = Path(folder) / "page.html"
         try:
             export_page(path, page, load_lab(lab))
-        except Exception as error:  # any cell may be anything: the notebook itself is handed in
+        # Any cell may be anything: the notebook itself is handed in.
+        except Exception as error:
             err.print(f"{path}: no page of it ({error})")
             return None
         return page.read_text(encoding="utf-8")

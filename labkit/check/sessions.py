@@ -16,8 +16,8 @@ from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds, format_value
 
 QUANTITY = ["device", "world_size", "quantity"]
+# A median of fewer undisturbed sessions would be a single one's luck: processes differ.
 MIN_SESSIONS = 3
-"""Undisturbed sessions per quantity and run."""
 COLUMNS = {"FLOP/s": "flops_per_s", "B/s": "bytes_per_s"}
 
 
@@ -38,9 +38,11 @@ class SessionTimes:
             (rows["device"] == "cpu") & ((rows["world_size"] > 1) | (rows["threads"] > 1))
         ]
         self.parallel = set(several[QUANTITY].itertuples(index=False, name=None))
+        # Names were read before: a quantity whose points were all busy says so, and is not missing.
         rows = rows[~rows["point"].isin(list(run.busy))]
         self._work = rows.groupby(QUANTITY)[["work", "unit"]].first()
         by_turn = rows.groupby([*QUANTITY, "session", "repeat", "turn"], sort=False)
+        # The slowest rank counts. Logarithms, since what slows a machine down is a factor.
         turns = np.log(by_turn["seconds"].max()).unstack("turn").reindex(columns=TURNS)
         self.rounds = turns.mean(axis=1).unstack(["session", "repeat"])
         distances = (turns[TURNS[1]] - turns[TURNS[0]]).groupby([*QUANTITY, "session"]).median()
@@ -74,6 +76,7 @@ class SessionTimes:
             return None
         points = self._run.coverage()
         points = points[(points["device"] == name[0]) & (points["world_size"] == name[1])]
+        # First what a reader can change: another program can be ended.
         busy = [
             f"busy: {self._run.busy[point]}" for point in points["point"] if point in self._run.busy
         ]

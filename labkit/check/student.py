@@ -11,12 +11,12 @@ from nbformat.validator import normalize
 from labkit.lab.answers import Check
 from labkit.lab.declaration import Lab
 
+# A suggestion with a solution's code, and what is to be done with it: up to the end of a cell.
 TRY = re.compile(r"^\*Try\b[^*]*:\*.*\Z", re.DOTALL | re.MULTILINE)
-"""A suggestion with a solution's code, and what is to be done with it: up to the end of a cell."""
 CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
+# A last paragraph that ends with a colon and announces the cell below.
 LEAD_IN = re.compile(r"(?:\A|\n\n)[^\n]+(?:\n[^\n]+)*:\s*\Z")
-"""A last paragraph that ends with a colon and announces the cell below."""
 SHOWS_SOURCE = re.compile(r"^lab\.source\(", re.MULTILINE)
 ANSWERS = re.compile(r'^lab\.answer\("(\w+)"\)', re.MULTILINE)
 
@@ -48,6 +48,7 @@ def student_notebook(notebook: Any, lab: Lab) -> Any:
     cells = list[Any]()
     for cell in result.cells:
         cells += _student_cells(cell, lab, cells)
+    # Right behind the cell that opens the lab, which the task's code uses.
     setup = next(index for index, cell in enumerate(cells) if "open_lab(" in cell.source)
     cells[setup + 1 : setup + 1] = _task_cells(lab)
     result.cells = _without_empty_sections(cells)

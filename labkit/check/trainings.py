@@ -16,16 +16,16 @@ import pandas as pd
 from labkit.check import TOLERANCE
 from labkit.check.checking import baseline_folder
 from labkit.check.comparison import ERROR_OVER_MAD, judge_levels
-from labkit.check.facts import Difference, differences
+from labkit.check.facts import Difference, differences, is_alike, is_same_machine
 from labkit.lab.project import write_file
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.studies.your_training.lab import LAB, PART, found
 from labkit.studies.your_training.loop import INPUT
 from labkit.studies.your_training.worker import STEP, YARDSTICK
 
+# Saved runs that show how a machine varies. A virtual machine took 1.2 to 1.8 times as long for an
+# unchanged training within ten minutes, so one run says nothing of the next.
 MIN_RUNS = 3
-"""Saved runs that show how a machine varies. A virtual machine took 1.2 to 1.8 times as long for an
-unchanged training within ten minutes, so one run says nothing of the next."""
 UNDECIDED = "undecided"
 
 
@@ -37,8 +37,7 @@ class TrainingChange:
     differences: Sequence[Difference]
     """Facts in which the new run differs from the newest of the baseline."""
     parts: pd.DataFrame
-    """By part: `ratio` of seconds now to then, `low`, `high`, `smallest_change`, `verdict`. Empty
-    if a difference forbids to compare; undecided with fewer than `MIN_RUNS` saved runs."""
+    """By part, as `judge_levels` returns it; empty if a difference forbids to compare."""
 
     @property
     def blockers(self) -> list[Difference]:
@@ -59,7 +58,7 @@ def compare_with_baseline(run: Run) -> TrainingChange | None:
         return None
     found = differences(baseline[-1], run)
     parts = pd.DataFrame(columns=["ratio", "verdict"])
-    if not _is_moved(baseline[-1], run):
+    if is_same_machine(baseline[-1], run):
         parts = compare_parts(baseline, run)
         if len(baseline) < MIN_RUNS:
             parts["verdict"] = UNDECIDED
@@ -74,6 +73,7 @@ def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:
     logs = [one.assign(log=np.log(one["seconds"])).groupby("part")["log"] for one in samples]
     levels = pd.concat([one.median() for one in logs], axis=1, keys=range(len(logs)))
     explained = pd.concat([one.agg(_median_variance) for one in logs], axis=1).mean(axis=1)
+    # Parts are timed once per repeat: unlike a check's quantities, they have no second turn.
     noise = pd.Series(0.0, index=levels.index)
     return judge_levels(levels, explained, noise, n_compared=len(levels))
 
@@ -102,6 +102,7 @@ def _at_equal_speed(run: Run, slowness: float) -> pd.DataFrame:
     samples = PART.samples(run.frame()).pivot(index="repeat", columns="part", values="seconds")
     parts = samples.drop(columns=STEP)
     parts = parts.apply(lambda part: part if part.name == INPUT else part / slowness)
+    # Added up again: the step is as fast as its corrected parts.
     parts[STEP] = parts.sum(axis=1)
     return parts.melt(value_name="seconds")
 
@@ -124,27 +125,20 @@ def load_trainings(run: Run) -> list[Run]:
     """
     saved = []
     for path in sorted(trainings_folder(run).glob("*.jsonl")):
-        with suppress(RunFileError):  # another version of labkit may have written it
+        # Another version of labkit may have written it.
+        with suppress(RunFileError):
             saved.append(Run.load(path))
     saved = [one for one in saved if _setup_of(one) == _setup_of(run)]
     if not saved:
         return []
     newest = saved[-1]
-    return [one for one in saved if _torch(one) == _torch(newest) and not _is_moved(newest, one)]
+    return [one for one in saved if is_alike(newest, one)]
 
 
 def _setup_of(run: Run) -> list[Any]:
-    """File, function and arguments."""
+    """Return file, function and arguments of a run's setup."""
     point = next(iter(run.header.planned.values()))
     return [point["file"], point["arguments"]]
-
-
-def _torch(run: Run) -> str | None:
-    return run.header.machine.versions.get("torch")
-
-
-def _is_moved(before: Run, run: Run) -> bool:
-    return any(one.forbids for one in differences(before, run))
 
 
 def save_training(run: Run) -> Path:

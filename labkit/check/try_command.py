@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from labkit.lab.commands.console import (
-    answer_numbers,
-    err,
-    number,
-    out,
-    print_json,
-    progress,
-)
+from labkit.lab.commands.console import answer_numbers, err, number, out, print_json, progress
 from labkit.lab.config import ParameterError, parse_assignments
 from labkit.lab.project import path_from_here
 
@@ -63,7 +56,7 @@ def try_training(
     Exit status: 0; 1 if a busy run was not saved; 3 if a step is slower than its baseline by more
     than 5%.
     """
-    # torch, which takes seconds to import
+    # Not above: torch takes seconds to import, and `labkit --help` needs none of it.
     from labkit.check.trainings import compare_with_baseline, save_training
     from labkit.check.try_summary import Summary
     from labkit.lab.runs.measure import measure
@@ -89,6 +82,7 @@ def try_training(
         )
     if reason := run.results().refusal:
         raise ParameterError(reason)
+    # A busy run would be slower than any baseline, and make a bad one.
     change = None if save or run.is_busy else compare_with_baseline(run)
     summary.finish(run)
     if change is not None:
@@ -126,10 +120,7 @@ def _arguments(assignments: list[str], batch: str | None) -> dict[str, Any]:
 
 
 def numbers(run: "Run", change: "TrainingChange | None") -> Iterator[dict[str, Any]]:
-    """Yield the parts of the step, then the answers with the ratios behind them.
-
-    Then the parts' ratios to the baseline.
-    """
+    """Yield the parts of the step, the answers' ratios, and the parts' ratios to the baseline."""
     from labkit.studies.your_training.lab import LAB, parts
 
     at = run.header.started

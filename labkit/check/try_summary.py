@@ -27,6 +27,7 @@ class Summary:
         path = runs_directory() / LAB.name / f"{name}.jsonl"
         if self._has_step or name is None or not path.exists():
             return
+        # While the changes are still measured: a run can be read at any moment.
         run = Run.load(path)
         if len(found(run.results())) and run.ends:
             self._has_step = True
@@ -100,6 +101,7 @@ def _print_step(console: Any, run: "Run") -> None:
     results = run.results()
     console.print(f"found    {describe_found(lab.found(results).iloc[0])}")
     parts = lab.parts(results).to_dict("records")
+    # The last row is the step, the sum of the others.
     step = parts.pop()
     ends = f"[{format_seconds(step['low'])}, {format_seconds(step['high'])}]"
     console.print(f"step     {format_seconds(step['seconds'])} {ends}")
@@ -166,10 +168,12 @@ def _print_ranks(console: Any, run: "Run") -> None:
 
     results = run.results()
     refused = results.rows(["reason", "strategy"], sweep="ranks", status="refused")
+    # Without a strategy: the training cannot run on several ranks at all.
     for reason in refused[refused["strategy"].isna()]["reason"].unique():
         console.print(f"ranks    not measured: {reason}")
     rows = []
     for row in scaling(results).to_dict("records"):
+        # A step less the same without communication: noise may make it negative.
         exposed = "nothing exposed"
         if row["exposed_s"] > 0:
             exposed = f"{format_seconds(row['exposed_s'])} exposed, {row['exposed_percent']:.0f}%"
@@ -201,6 +205,7 @@ def describe_found(found: Mapping[str, Any]) -> str:
     if batches == "DataLoader":
         workers = int(found["loader_workers"])
         batches += f" with {workers} workers" if workers else " without workers"
+    # Small models in parameters: 0.0052M would be read twice.
     n_parameters = int(found["n_parameters"])
     size = f"{n_parameters / 1e6:.3g}M" if n_parameters >= 100_000 else f"{n_parameters:,}"
     words = [

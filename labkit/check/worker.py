@@ -25,8 +25,8 @@ from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 
+# Raise it with any change of a quantity or a size below: runs of other sets are not compared.
 SET = 2
-"""Number of the set; runs of different sets are not comparable."""
 TURNS = ("first", "again")
 THREADS = "OMP_NUM_THREADS"
 PARALLEL_FLOATS = 2**18  # in an operation that starts all threads
@@ -35,8 +35,8 @@ SHORT_CALLS = 20  # of an operator on one element, and of a short all-reduce
 HEAD_DIM = 64
 SHORT_BYTES = 4096
 LONG_BYTES = 4 * 2**20
+# What a rank holds at most: long all-reduces and a training step of the smallest model.
 ALL_RANKS_BYTES = 2**28
-"""Of each rank: long all-reduces and a training step of the smallest model."""
 HEADROOM = 1.1  # over the formulas of memory
 FLOPS = "FLOP/s"
 BYTES = "B/s"
@@ -81,8 +81,8 @@ SIZES_ON = {
     "cuda": Sizes(8192, 2**30, "flash", 32, 4096, "small", 8, 512),
     "small cuda": Sizes(4096, 2**28, "flash", 8, 4096, "mini", 8, 512),
 }
+# The large set must leave a quarter of a GPU's memory to libraries and a desktop.
 MAX_SHARE = 0.75
-"""Share of a GPU's memory that may be needed; other programs and libraries take some."""
 
 
 def sizes_on(memory_bytes: int) -> str:
@@ -106,8 +106,7 @@ class Quantity(NamedTuple):
     unit: str = "s"
     """Of the work per second; "s": only time counts."""
     uses_all_threads: bool = False
-    """Threads exchange data at a rate that depends on where a host places its cores; a single one
-    does not."""
+    """Whether it depends on where a host places the cores, which exchange data."""
 
     def sample(self) -> None:
         for _ in range(self.calls):
@@ -117,8 +116,8 @@ class Quantity(NamedTuple):
 def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     """Yield one row per quantity and turn: seconds of each sample on this rank, and its work."""
     device = use_device(point.device)
-    # labkit sets the threads of its ranks; other programs obey this variable, "4" or "4,2" for
-    # nested ones
+    # labkit sets the threads of its ranks. What other programs would get, this variable says: "4",
+    # or "4,2" for nested ones.
     limit = os.environ.get(THREADS, "").partition(",")[0]
     n_threads = torch.get_num_threads()
     if limit.isdecimal():
@@ -133,13 +132,15 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     for name, quantity in quantities.items():
         if quantity.uses_all_threads:
             threads[name] = n_threads
+    # Each quantity is two alternatives of the clock, so that its turns are shuffled apart.
     turns = {f"{name} {turn}": (name, turn) for name in quantities for turn in TURNS}
     spread = torch.zeros(PARALLEL_FLOATS)
 
     def set_threads(turn: str) -> None:
         name, _ = turns[turn]
         torch.set_num_threads(threads[name])
-        spread.add_(1)  # starts the threads
+        # Starts the threads.
+        spread.add_(1)
 
     samples = time_interleaved(
         {turn: quantities[name].sample for turn, (name, _) in turns.items()},
@@ -158,13 +159,15 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
             "threads": threads[name],
             "seconds": samples[key],
         }
+    # Kernels are compiled alike in all sessions.
     if device != "cpu" and point.session == 1 and has_triton():
         yield from kernel_rows()
 
 
 def kernel_rows() -> Iterator[dict[str, Any]]:
     """Yield registers and spilled bytes per thread of each kernel that this process compiled."""
-    from labkit.nn.flash_launch import KERNELS  # needs Triton
+    # Needs Triton.
+    from labkit.nn.flash_launch import KERNELS
 
     for name, function in KERNELS.items():
         for compiled, *_ in function.device_caches.values():
@@ -203,9 +206,10 @@ def _one_rank(device: str, sizes: Sizes) -> Mapping[str, Quantity]:
 
 def _matmul(device: str, dtype: str, size: int) -> Quantity:
     calls = 1
+    # Many processors have no units for bfloat16: at full size they would take seconds.
     if device == "cpu" and dtype == "bfloat16":
         size = size // 2
-        calls = 4  # many processors have no units for it
+        calls = 4
     a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     return Quantity(partial(torch.mm, a, b), calls, 2.0 * size**3 * calls, FLOPS)
 
