@@ -1,5 +1,4 @@
-"""The command line: `labkit` or `python -m labkit`. Nothing but arguments, messages and exit
-codes."""
+"""The command line: nothing but arguments, messages and exit codes."""
 
 import atexit
 import errno

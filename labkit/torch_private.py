@@ -58,7 +58,7 @@ foreach_mul_: Callable[..., Any] = torch._foreach_mul_
 FOREACH_NORM: Any = torch._foreach_norm
 AMP_CHECK: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
-# Raises in the kernels of a GPU, of a condition that is computed there.
+# Checks a condition on the GPU that computes it, so that the CPU waits for no value.
 assert_async: Callable[[Tensor], None] = torch._assert_async
 
 # Calls a function on the tensors in nested containers and dataclasses, as FSDP2 casts its inputs.

@@ -12,10 +12,11 @@ from labkit.scaling.prediction import Prediction
 from labkit.scaling.runs import SHARDS, Layout
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
 
+# A batch may differ by this share from the request: 4M tokens are no whole number of sequences,
+# and a number that few ranks divide would leave out most layouts.
 ROUNDED = 0.06
-"""A batch may differ by this share from the request, so that it divides over more ranks."""
+# Proposed where memory is short, the smallest first: these can be rented by the node.
 LARGER = ("A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB", "MI300X-192GB")
-"""GPUs that can be rented by the node, by memory."""
 GPU_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -56,6 +57,7 @@ class Advice:
         if self.first.has_room:
             return None
         fitting = [change for change in self.changes if change.prediction]
+        # The order of the changes stays among those with room, and among the others.
         fitting.sort(key=lambda change: not change.has_room)
         return fitting[0].name if fitting else None
 
@@ -74,21 +76,16 @@ def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
     if sequences == int(sequences):
         return int(sequences)
     near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
-    return max(
-        (*near, round(sequences)),
-        key=lambda count: (
-            gcd(count, gpus),
-            gcd(count, MAX_MICRO_BATCH * gpus),
-            -abs(count - sequences),
-        ),
-    )
+
+    # First by the ranks that divide it, then by their micro-batches, last by the distance.
+    def preference(count: int) -> tuple[float, ...]:
+        return gcd(count, gpus), gcd(count, MAX_MICRO_BATCH * gpus), -abs(count - sequences)
+
+    return max((*near, round(sequences)), key=preference)
 
 
 def advise(request: Request) -> Advice:
-    """Find the best layouts and changes to consider.
-
-    ValueError, with the reason, if no layout is possible.
-    """
+    """Find the best layouts and changes to consider. ValueError if no layout is possible."""
     ranking = rank(request)
     best = ranking.proposed()
     first = ranking.first()
@@ -114,6 +111,7 @@ def strategy(layout: Layout) -> str:
 def _other_strategies(ranking: Ranking, best: Sequence[Prediction]) -> list[Prediction]:
     predictions = ranking.predictions
     runs = predictions.runs
+    # Layouts that fit by their time; behind them all by memory, for strategies that never fit.
     first = dict[str, int]()
     for row in (*ranking.order, *np.argsort(predictions.peak_gib)):
         first.setdefault(strategy(runs.origin[row].layout), int(row))
@@ -123,10 +121,8 @@ def _other_strategies(ranking: Ranking, best: Sequence[Prediction]) -> list[Pred
 
 
 def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
-    """Find the best layout of another request, with room to spare if one has it.
-
-    None if nothing fits.
-    """
+    """Find another request's best layout, with room to spare if one has it; None: nothing fits."""
+    # A change may make the request impossible, as with GPUs that a fixed layout does not divide.
     try:
         ranking = rank(request)
     except ValueError:
@@ -149,11 +145,13 @@ def _remedies(request: Request) -> Iterator[Change]:
 
     # A layout with less memory may be slower, which is why it was not the best.
     kinds = [[("a layout that needs less memory", request)]]
+    # Cheap changes come before rented GPUs: the first one that fits is the remedy.
     for name, value in fixed.items():
         title = f"not {name.replace('_', '-')} {value}"
         kinds.append([(title, replace(request, fixed=without(name)))])
     more = [factor * request.gpus for factor in GPU_FACTORS]
     kinds.append([(f"{n} GPUs", replace(request, fixed=without("dp"), gpus=n)) for n in more])
+    # The nodes and their network stay: only the GPUs in them are others.
     present = request.hardware
     cards = [
         HARDWARE[name].with_network(
@@ -164,6 +162,7 @@ def _remedies(request: Request) -> Iterator[Change]:
     ]
     kinds.append([(f"{request.gpus} x {c.name}", replace(request, hardware=c)) for c in cards])
     if request.seq_len % 2 == 0:
+        # Twice as many sequences: the tokens per step, which the training depends on, stay.
         half = request.seq_len // 2
         shorter = replace(request, seq_len=half, global_batch=2 * request.global_batch)
         kinds.append([(f"sequences of {half}", shorter)])
@@ -182,6 +181,7 @@ def _variations(request: Request) -> Iterator[tuple[str, Request]]:
     hardware = request.hardware
     gpus = request.gpus
     batch = request.global_batch
+    # GPUs of one node use no network.
     if gpus > hardware.gpus_per_node:
         for name, factor in (("network twice as fast", 2.0), ("network ten times slower", 0.1)):
             changed = hardware.with_network(network_gbps=factor * hardware.network_gbps)

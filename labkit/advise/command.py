@@ -18,8 +18,9 @@ def _option(help_text: str) -> Any:
     return typer.Option(help=help_text, show_default=False)
 
 
+# Options are text here: `read_options` reads 4M, 15T and 8GiB, and names what is wrong with others,
+# for notebooks as well.
 Text = str | None
-"""An option as it is written; `read_options` reads 4M, 15T and 8GiB, and says what is wrong."""
 
 
 def advise(
@@ -77,10 +78,10 @@ def advise(
         bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
     ] = False,
 ) -> None:
-    """Recommend layouts for a training on many GPUs; with --apply, a configuration for this
-    machine."""
+    """Recommend layouts for many GPUs; with --apply, the best configuration for this machine."""
     predictions = list["Prediction"]()
     try:
+        # A hidden option, because people ask for it: typer would only say that there is none.
         if lora:
             raise ValueError(
                 "LoRA is not modeled: the nearest is training all parameters, which takes as long"
@@ -101,7 +102,7 @@ def advise(
 
 
 def _advise(options: Options, explain: bool) -> tuple["Report", list["Prediction"]]:
-    """Answer the question, after every refusal."""
+    """Return the answer and the layouts whose numbers JSON has. ValueError for bad options."""
     from labkit.advise.advice import advise as find_advice
     from labkit.advise.explain import explain as diagnose
     from labkit.advise.report import report_advice, report_diagnosis
@@ -116,10 +117,12 @@ def _advise(options: Options, explain: bool) -> tuple["Report", list["Prediction
     if explain:
         mfu = None if options.mfu is None else options.mfu / 100
         speed = options.tokens_per_second
-        causes = diagnose(request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified)
-        return report_diagnosis(question, causes), [causes.expected]
+        unset = question.unspecified
+        diagnosis = diagnose(request, tokens_per_s=speed, mfu=mfu, unspecified=unset)
+        return report_diagnosis(question, diagnosis), [diagnosis.expected]
     best = find_advice(request)
     report = report_advice(question, best, nearest(request.run(best.first.layout)))
+    # JSON has numbers also where nothing fits: how much memory the leanest layout needs.
     return report, list(best.best or [best.first])
 
 
@@ -127,6 +130,7 @@ def _apply(options: Options, explain: bool) -> str:
     """Return this machine's combined configuration as Python, from its newest runs."""
     from labkit.lab.recommended import recommended_code
 
+    # The others are about a cluster, of which this machine's runs know nothing.
     other = [name for name in options.named() if name not in ("model", "sequence")]
     other += ["explain"] * explain
     if other:

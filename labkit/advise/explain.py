@@ -13,21 +13,22 @@ from labkit.scaling.published import Neighbor, nearest
 from labkit.scaling.runs import Layout, Runs
 from labkit.scaling.search import Request, rank
 
+# A reported MFU is rounded, and FLOPs are counted in slightly different ways: within this share it
+# is the computed one.
 SAME = 0.1
-"""Reported and computed MFU within this share are the same number."""
+# bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100.
 FLOAT32_SLOWER = 16.0
-"""bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100."""
 PCIE_GB_S = 25.0
+# A cause to check: tokens per sequence that a program may have as its default.
 SHORT_SEQUENCE = 512
-"""Tokens per sequence that a program may have as its default."""
+# Up to this distance a published run is like the user's; 1 is twice as many GPUs.
 LIKE_YOURS = 4.0
-"""Distance up to which a published run is like the user's."""
+# A run is slow below this share of the least MFU that published runs like it reach.
 BELOW = 0.95
-"""Share of the least MFU of runs like the user's below which a run is slow."""
+# Below this factor another layout may be faster by the predictor's error alone.
 FASTER = 1.1
-"""Another layout is worth a word from this factor up."""
+# What leaves more than this share of the predicted MFU explains nothing that anybody would notice.
 MATTERS = 0.97
-"""Share of the predicted MFU; what leaves more is no cause."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Diagnosis:
         alike = [row.run for row in self.neighbors if row.distance <= LIKE_YOURS]
         if not alike:
             return None
+        # Counted anew, since published MFUs follow several conventions.
         runs = Runs(alike)
         reached = peak_s(runs) / runs.step_s
         return float(reached.min()), float(reached.max())
@@ -71,6 +73,7 @@ class Diagnosis:
     @property
     def is_slow(self) -> bool:
         """Whether the step is longer than predicted, or than in runs like this one."""
+        # An interval may hold nearly everything, as that of a framework without published runs.
         least = self.neighbor_mfu[0] if self.neighbor_mfu else 0.0
         return self.step_s > self.expected.interval_90[1] or self.mfu < BELOW * least
 
@@ -85,6 +88,7 @@ class Diagnosis:
 
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
+        # At its worst it would cost more than is lost.
         if cause.mfu <= self.mfu:
             return 1.0
         usual = self.expected.mfu
@@ -104,13 +108,13 @@ def explain(
     """
     if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
         raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
+    # Expected is what the declared network allows: a slow one that was measured is a cause.
     unmeasured = replace(request, hardware=replace(request.hardware, bus_gb_s=0.0))
     expected = rank(unmeasured).first()
-    step_s = (
-        request.tokens / tokens_per_s
-        if tokens_per_s
-        else expected.step_s * expected.mfu / (mfu or 1.0)
-    )
+    if tokens_per_s:
+        step_s = request.tokens / tokens_per_s
+    else:
+        step_s = expected.step_s * expected.mfu / (mfu or 1.0)
     measured = expected.mfu * expected.step_s / step_s
     conventions = _conventions(request, expected.layout, measured)
     reported = mfu if tokens_per_s else None
@@ -119,7 +123,7 @@ def explain(
     diagnosis = Diagnosis(
         request, expected, step_s, measured, conventions, reported, neighbors, other
     )
-    if measured >= expected.mfu:
+    if measured >= expected.mfu:  # nothing is lost that a cause could explain
         return diagnosis
     causes = [
         cause
@@ -151,6 +155,7 @@ def _conventions(request: Request, layout: Layout, measured: float) -> dict[str,
     model = request.model
     seq_len = request.seq_len
     whole = step_flops(model, seq_len=seq_len, sequences=1) / seq_len
+    # Full recomputation repeats the forward pass: 2 FLOPs per parameter and token, and the scores.
     again = 2 * model.layers * (model.layer_parameters + 2 * model.hidden * seq_len)
     shares = {
         "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
@@ -173,7 +178,9 @@ def _causes(
     def cause(name: str, check: str, changed: Request, layout: Layout = layout) -> Cause:
         return Cause(name, check, predict(changed.run(layout), changed.constants).mfu)
 
+    # The predictor knows no input pipeline: at its worst it explains any loss.
     yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0)
+    # What the user did not state may be smaller than what the prediction took for it.
     seq_len = request.seq_len
     micro_batch = layout.micro_batch
     unset = []
@@ -198,6 +205,7 @@ def _causes(
         "labkit report precision",
         replace(request, hardware=slow),
     )
+    # Predicted relative to the slower peak: MFU is relative to the GPU's own.
     yield replace(float32, mfu=float32.mfu / FLOAT32_SLOWER)
     constants = request.constants.with_profile(
         "unfused", request.framework, {"unfused_attention": 1.0}

@@ -40,26 +40,22 @@ class Plan:
 
     def parts(self) -> pd.DataFrame:
         """Return seconds of the parts of the best layouts' steps, one layout per row."""
+        # Where nothing fits, the layout that needs the least memory stands for the answer.
         return parts({str(one.layout): one for one in self.advice.best or [self.advice.first]})
 
     def but(self, **changes: Any) -> "Plan":
-        """Return the plan with other values: `plan.but(gpus=128, network_gbps=400)`.
-
-        None is the default.
-        """
+        """Return the plan with other values, as `plan.but(gpus=128)`; None is the default."""
         return Plan(self.options.named() | changes)
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
-    """Make a plan from a notebook's variables that are options of `labkit advise`.
-
-    ParameterError as there.
-    """
+    """Make a plan from variables that are options of `labkit advise`. ParameterError as there."""
     return Plan({name: variables.get(name) for name in Options.model_fields})
 
 
 def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
     """Return the best layouts of each plan, one per row, and tokens per second of all GPUs."""
+    # Tokens per second, since plans may have steps of different sizes.
     rows = {
         (name, place): _row(one) | {"tokens_per_s": plan.question.request.tokens / one.step_s}
         for name, plan in plans.items()

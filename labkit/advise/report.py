@@ -24,12 +24,13 @@ from labkit.scaling.prediction import FITS_SHARE, Prediction
 from labkit.scaling.published import Neighbor
 
 RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
+# A table must fit on a screen; the first stages of a pipeline hold most, so the last are left out.
 MAX_ROWS = 6
-"""Rows of a table on a screen; the first stages of a pipeline are the fullest."""
 
 
 def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
     """Report the verdict first, then memory, layouts, what would change the answer, its error."""
+    # Whether it fits comes before how fast it is: a layout that does not fit has no speed.
     verdict, headline = _advice_verdict(advice)
     sections = [_memory(advice.first)]
     if advice.best:
@@ -122,7 +123,9 @@ def _compare(one: Prediction, advice: Advice) -> str:
     if abs(slower) < CLEAR:
         return change
     if slower < 0:
+        # Ranked below all the same: the ranking prefers what is well within memory and data.
         return f"{change}, but {'further from published runs' if one.has_room else memory}"
+    # The part of the step that loses most time against the best layout is the reason.
     usual = best.sums_s
     lost = {name: seconds - usual[name] for name, seconds in one.sums_s.items()}
     return f"{change}: {max(lost, key=lost.__getitem__)}"
@@ -137,6 +140,7 @@ def _changes(advice: Advice) -> Section:
             rows.append((change.name, "does not fit", "", ""))
             continue
         speed = format_count(change.tokens_per_s)
+        # Without a layout that fits there is no speed to compare with.
         if advice.best:
             speed = format_change(change.tokens_per_s / base - 1)
         layout = "the same" if one.layout == advice.first.layout else str(one.layout)
@@ -177,6 +181,7 @@ def _verdict(diagnosis: Diagnosis) -> str:
     low_s, high_s = expected.interval_90
     reached = diagnosis.neighbor_mfu
     other = diagnosis.other_layout
+    # In the order of how much a reader can act on: a slow step, a slow layout, a way of counting.
     if diagnosis.step_s > high_s:
         return f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
     if diagnosis.is_slow and reached:
@@ -260,5 +265,5 @@ def _notes(
             "No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the"
             " intervals."
         )
-    # The verdict says the others.
+    # The verdict has said what the other warnings say.
     yield from (f"Beware: {text}." for text in prediction.warnings if text.startswith("extra"))

@@ -22,29 +22,29 @@ from labkit.scaling.runs import Run
 from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
 
+# Of bounded length: a slip such as 1e999 would be read as infinite.
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,20})?(?:e[0-9]{1,2})?)\s*([kmbgt]?)", re.ASCII)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def parse_number(value: Any) -> Any:
-    """Return a number from "4M", "15T" or "4,000,000"; pass other types unchanged.
-
-    ValueError for other text.
-    """
+    """Parse "4M", "15T" or "4,000,000"; other types stay. ValueError for other text."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower().replace("_", "")
+    # Only commas that group thousands: "3,5" is more likely a European 3.5 than 35.
     if re.fullmatch(r"[0-9]{1,3}(,[0-9]{3})+", text):
         text = text.replace(",", "")
-    if (match := _NUMBER.fullmatch(text)) is None:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
         raise ValueError("should be a number such as 8, 4M or 15T")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def _parse_gib(value: Any) -> Any:
-    return parse_number(
-        re.sub(r"\s*gib$", "", value, flags=re.IGNORECASE) if isinstance(value, str) else value
-    )
+    if isinstance(value, str):
+        value = re.sub(r"\s*gib$", "", value, flags=re.IGNORECASE)
+    return parse_number(value)
 
 
 Whole = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=10**7)]
@@ -93,10 +93,7 @@ def flag(name: str) -> str:
 
 
 def read_options(values: Mapping[str, Any]) -> Options:
-    """Read options by name; text is read as on the command line.
-
-    ValueError in one line for the first wrong one.
-    """
+    """Read options by name, as a command line has them. ValueError for the first wrong one."""
     try:
         return Options.model_validate(
             {name: value for name, value in values.items() if value is not None}
@@ -112,10 +109,10 @@ def read_options(values: Mapping[str, Any]) -> Options:
 
 TOKENS_PER_STEP = 4e6
 SEQUENCE = 4096
+# Default budget of tokens: compute-optimal by Hoffmann et al. 2022, arXiv:2203.15556.
 TOKENS_PER_PARAMETER = 20
-"""Default budget: Hoffmann et al. 2022, arXiv:2203.15556."""
+# Options that fix a field of the layout; those that are left out are searched.
 LAYOUT = ("tp", "pp", "vp", "cp", "dp", "micro_batch", "shard", "recompute")
-"""Options that fix a field of the layout; the others are searched."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +132,14 @@ class AdviceRequest:
 def make_request(options: Options) -> AdviceRequest:
     """Build the request of these options. ValueError in one line, with what was expected."""
     assumptions: list[str] = []
-    if (name := options.model) is None:
+    name = options.model
+    if name is None:
         raise ValueError("expected --model NAME or --model config.json")
-    model = (
-        read_model(Path(name)) if name.endswith(".json") or kind_of_path(name) else find_model(name)
-    )
+    # A folder, too, as a model's download; a missing file is told as one, not as an unknown name.
+    is_path = name.endswith(".json") or kind_of_path(name) is not None
+    model = read_model(Path(name)) if is_path else find_model(name)
     hardware, gpus = _hardware(options)
+    # Within a node the links count, which the GPU's data sheet declares.
     if options.measured_bus_bandwidth and gpus <= hardware.gpus_per_node:
         raise ValueError(
             "expected --measured-bus-bandwidth with several nodes: these GPUs share one"
@@ -165,6 +164,7 @@ def make_request(options: Options) -> AdviceRequest:
         reserve_gib=options.memory_reserve or 0.0,
     )
     budget = options.tokens or float(TOKENS_PER_PARAMETER * model.parameters)
+    # --explain takes them for possible causes: the program may have other values.
     unspecified = frozenset({"sequence", "tokens_per_step"} - set(options.named()))
     advice_request = AdviceRequest(request, budget, assumptions, unspecified)
     if options.calibrate is None:
@@ -173,10 +173,7 @@ def make_request(options: Options) -> AdviceRequest:
 
 
 def _framework(name: str | None, assumptions: list[str]) -> str:
-    """Return the published framework that is meant, or nearest.
-
-    ValueError for one that is near none.
-    """
+    """Return the framework that is meant or nearest. ValueError for one that is near none."""
     if name is None:
         return GENERIC
     framework = find_framework(name)
@@ -192,10 +189,7 @@ def _framework(name: str | None, assumptions: list[str]) -> str:
 
 
 def _hardware(options: Options) -> tuple[Hardware, int]:
-    """Return hardware and number of GPUs.
-
-    ValueError for a precision or a reserve that the GPU does not have.
-    """
+    """Return hardware and number of GPUs. ValueError for what that GPU cannot do."""
     if options.gpu is None or options.gpus is None:
         raise ValueError("expected --gpu and --gpus: which GPUs, and how many")
     hardware = find_hardware(options.gpu).with_network(
@@ -212,15 +206,13 @@ def _hardware(options: Options) -> tuple[Hardware, int]:
 
 
 def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
-    """Return the request with a profile of the user's runs.
-
-    A CSV as `labkit predict` takes it, with `step_s`.
-    """
+    """Return the request with a profile of the user's runs, a CSV as `labkit predict` takes it."""
     request = advice_request.request
     runs, seconds = _read_runs(path)
     request = replace(
         request, constants=calibrate(runs, seconds, base=request.framework), framework=CALIBRATED
     )
+    # How well the profile explains the very runs it is fitted to: a bad one says that they differ.
     error = float(
         np.median(np.abs(predict_runs(as_calibrated(runs, request.constants)).step_s / seconds - 1))
     )

@@ -7,8 +7,8 @@ from labkit.lab.commands.console import table_lines
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.search import Request
 
+# A smaller predicted difference is a tie: the predictor's error is larger.
 CLEAR = 0.03
-"""A predicted difference below this is a tie."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Report:
 def describe_request(request: Request) -> str:
     """Return model, GPUs, batch and precision in one line."""
     hardware = request.hardware
+    # A network that GPUs of one node do not use would seem to matter.
     network = ""
     if request.gpus > hardware.gpus_per_node:
         network = f", {hardware.network_gbps:g} Gb/s per node"

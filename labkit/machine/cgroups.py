@@ -26,10 +26,7 @@ class _Cgroup(NamedTuple):
         return "".join(_text(self.folder / file) for file in files)
 
     def number(self, *files: str, name: str = "") -> int | None:
-        """Return the number in the file that is there, or after a name in it.
-
-        None without it, or for "max".
-        """
+        """Return the number that a file consists of, or the one after `name` in it, or None."""
         match = re.search(rf"^{name} ?(\d+)$", self.text(*files), re.MULTILINE)
         return int(match[1]) if match else None
 
@@ -54,10 +51,7 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the smallest memory limit of this process's cgroups, in bytes.
-
-    None if that is more than there is.
-    """
+    """Return the smallest memory limit of the cgroups in bytes; None if there is less memory."""
     limits = [
         limit for cgroup in _cgroups("memory", root) if (limit := cgroup.memory_limit()) is not None
     ]
@@ -80,10 +74,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """Return cores' worth of time per second that the cgroups allow; None without a limit.
-
-    0.5 is half a core.
-    """
+    """Return cores' worth of time per second that cgroups allow, such as 0.5; None: no limit."""
     quotas = []
     for cgroup in _cgroups("cpu", root):
         # Files of version 2 of the cgroup file system have other names than those of version 1.
@@ -95,10 +86,7 @@ def quota_cores(root: Path = ROOT) -> float | None:
 
 
 def available_cores() -> int:
-    """Return the cores that this process may use, at least 1.
-
-    By its affinity mask and the CPU quota of its cgroups.
-    """
+    """Return cores that this process may use, by affinity and CPU quota, at least 1."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -106,10 +94,7 @@ def available_cores() -> int:
 
 
 def throttled_periods(root: Path = ROOT) -> tuple[int, int]:
-    """Return scheduling periods in which a CPU quota held this process back, and all of them.
-
-    (0, 0) without a quota.
-    """
+    """Return periods in which a CPU quota held this process back, and all; (0, 0): no quota."""
     names = ("nr_throttled", "nr_periods")
     # A process is held back by each cgroup above it: the one that does so most counts.
     stats = [

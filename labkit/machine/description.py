@@ -55,8 +55,7 @@ class Machine(BaseModel, frozen=True):
     """Vector instructions that torch uses, such as "AVX512"; None in older runs."""
     cores: int
     cpu_quota: float | None = None
-    """Cores' worth of time per second that a cgroup allows, if it limits them: 0.5 is half a
-    core."""
+    """Cores' worth of time per second that a cgroup allows, such as 0.5; None: no limit."""
     memory_bytes: int
     gpus: list[Gpu]
     """The GPUs that labs can use: all, or none."""
@@ -74,10 +73,8 @@ class Machine(BaseModel, frozen=True):
 
     @property
     def identity(self) -> list[str | None]:
-        """Return values that differ between machines.
-
-        Virtual ones of one name and processor may differ in instructions.
-        """
+        """Return values that differ between machines."""
+        # Virtual ones of one name and processor may differ in instructions.
         return [self.host, self.label, self.instructions]
 
     @property
@@ -105,10 +102,8 @@ class Machine(BaseModel, frozen=True):
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Return the data-sheet peak of a GPU's links in one direction.
-
-        NaN unless all GPUs are connected by listed NVLinks.
-        """
+        """Return the data-sheet peak of a GPU's links in one direction, or NaN."""
+        # Known only if all GPUs are connected by listed NVLinks.
         links = re.fullmatch(r"NV(\d+)", self.gpu_links or "")
         rates = {NVLINK_BYTES_PER_S.get(gpu.compute_capability, math.nan) for gpu in self.gpus}
         if links is None or len(rates) != 1:

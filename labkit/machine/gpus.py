@@ -41,10 +41,7 @@ UTILIZATION_SPAN_S = 1.0
 
 
 def no_gpu_reason() -> str | None:
-    """Return why labs run on the CPU despite a GPU, in one line.
-
-    None if there is no GPU, or all can be used.
-    """
+    """Return why labs run on the CPU despite a GPU; None if there is none, or all can be used."""
     has_driver = NVIDIA_DRIVER.exists()
     if torch.version.cuda is None and torch.version.hip is None:
         if not has_driver:
@@ -146,8 +143,7 @@ class GpuLoad:
     utilization: float | None = None
     """Share of the last second, or less, in which a kernel ran."""
     slowed_by: str = ""
-    """Why a GPU runs below its clock: "heat", "a hardware limit", or ""; a power cap does not
-    count."""
+    """Why a GPU is slowed down: "heat", "a hardware limit", or ""; a power cap does not count."""
     clock_share: float | None = None
     """Of the highest clock; low on an idle GPU."""
     temperature: float | None = None

@@ -1,7 +1,4 @@
-"""Measures the load that disturbs a measurement.
-
-Other programs, a CPU quota, late ranks, slow memory, hot GPUs.
-"""
+"""Measures the load that disturbs a measurement, on cores, memory and GPUs."""
 
 import os
 import time
@@ -42,14 +39,11 @@ class Load(BaseModel, frozen=True):
     busy_cores: float | None = None
     """Cores' worth of time that other programs used, among the cores this process may use."""
     stolen_cores: float | None = None
-    """Cores' worth of time that the host gave to its other virtual machines (steal time). Not part
-    of `busy_cores`."""
+    """Cores' worth of time that other virtual machines of the host got; not in `busy_cores`."""
     throttled_share: float | None = None
-    """Share of scheduling periods in which a CPU quota held this process back; None without a
-    quota."""
+    """Share of scheduling periods in which a CPU quota held this process back, if there is one."""
     ping_s: float | None = None
-    """Mean round trip between two ranks before the point (`bench.probe`); None with one rank, or on
-    GPUs."""
+    """Mean round trip between two CPU ranks before the point (`bench.probe`)."""
     exchange_s: float | None = None
     """The same with 1 MiB each way, which depends on the caches that the ranks' cores share."""
     copy_s: float | None = None
@@ -91,10 +85,7 @@ class LoadMeter:
         self._before = _read_times()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
-        """Measure the load since the last call.
-
-        Cores are None for a span below `at_least_s`: ticks are too coarse.
-        """
+        """Measure the load since the last call; cores are None for a span below `at_least_s`."""
         before = self._before
         self._before = _read_times()
         at_s, busy_s, stolen_s, own_s, throttled, periods = (self._before - before).tolist()

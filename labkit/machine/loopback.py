@@ -6,10 +6,8 @@ CONNECT_S = 2.0
 
 
 def no_loopback_reason() -> str | None:
-    """Return why this machine cannot connect to itself, or None.
-
-    Some containers have no network at all.
-    """
+    """Return why this machine cannot connect to itself, or None."""
+    # Some containers have no network at all.
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()

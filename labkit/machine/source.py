@@ -1,7 +1,4 @@
-"""Describes which labkit measures.
-
-Version, commit, and a digest of the files that a measurement executes or reads.
-"""
+"""Describes which labkit measures: version, commit, and a digest of files that matter."""
 
 import hashlib
 import subprocess
@@ -20,10 +17,7 @@ SHIPPED = "shipped"
 
 
 class Source(BaseModel, frozen=True):
-    """Which labkit measured.
-
-    Only its files count: a saved notebook or a build folder changes no measurement.
-    """
+    """Which labkit measured; a saved notebook or a build folder changes nothing."""
 
     commit: str | None = None
     """None for a labkit that was installed from elsewhere than a git checkout."""
