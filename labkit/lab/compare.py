@@ -128,9 +128,11 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
         shared = planned[0] & planned[1]
         if shared:
             break
-    one, two = (_answer_shared(lab, run, ids, shared) for run, ids in zip(runs, keys, strict=True))
+    one = _answer_shared(lab, runs[0], keys[0], shared)
+    two = _answer_shared(lab, runs[1], keys[1], shared)
     answers = {question: (one[question], two[question]) for question in one}
-    before, after = (run.header.config for run in runs)
+    before = runs[0].header.config
+    after = runs[1].header.config
     parameters = {
         parameter: (before.get(parameter), after.get(parameter))
         for parameter in before | after
@@ -141,14 +143,12 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
 
 
 def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
-    """Return the key of each point, by its id: its fields without those ignored.
-
-    Lists of alternatives are left out, too: those that both runs have are compared.
-    """
+    """Return the key of each point, by its id: its fields without those ignored."""
     keys = {}
     for id, fields in run.header.planned.items():
         key = {}
         for name, value in sorted(fields.items()):
+            # Of lists of alternatives, those that both runs have are compared.
             is_names = isinstance(value, list) and any(isinstance(one, str) for one in value)
             if name not in ignored and not is_names:
                 key[name] = value

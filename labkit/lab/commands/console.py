@@ -45,14 +45,12 @@ PIPED_WIDTH = 10_000
 
 
 def prepare_shell() -> None:
-    """Replace output that a shell closed (`>&-`); ParameterError if the working directory is gone.
-
-    Python has no stream then, and the next file that is opened would get its number. In a folder
-    that is gone, torch's libraries end the process.
-    """
+    """Replace output that a shell closed (`>&-`); ParameterError without a working directory."""
+    # Python has no stream then, and the next file that is opened would get its number.
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115
+    # In a folder that is gone, torch's libraries would end the process.
     try:
         Path.cwd()
     except FileNotFoundError:

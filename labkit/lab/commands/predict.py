@@ -81,9 +81,13 @@ def predict(
 
 def _number(line: int, row: Mapping[str, str]) -> dict[str, Any]:
     """Return the predicted step time of a row, with its input and the other predictions."""
-    value, low, high = (
-        float(row[name]) if row.get(name) else None for name in ("step_s", "step_low", "step_high")
-    )
-    return number(
-        f"row {line}", value, "s", low=low, high=high, validity=row["note"] or "ok", row=dict(row)
-    )
+
+    def seconds(column: str) -> float | None:
+        text = row.get(column)
+        return float(text) if text else None
+
+    step_s = seconds("step_s")
+    low = seconds("step_low")
+    high = seconds("step_high")
+    note = row["note"] or "ok"
+    return number(f"row {line}", step_s, "s", low=low, high=high, validity=note, row=dict(row))

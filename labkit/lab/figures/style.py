@@ -130,7 +130,7 @@ def _assign(values: Iterable[Any], choices: Sequence[str]) -> dict[Any, str]:
         if place < len(choices) and choices[place] not in result.values():
             result[name] = choices[place]
     free = cycle([one for one in choices if one not in result.values()] or choices)
-    return {name: result[name] if name in result else next(free) for name in ordered}
+    return {name: result.get(name) or next(free) for name in ordered}
 
 
 def colors(values: Iterable[Any]) -> dict[Any, str]:

@@ -147,10 +147,8 @@ class _Engine(Engine):
 
 @contextmanager
 def _handing_on_interrupts(kernel: int) -> Iterator[None]:
-    """Let Ctrl-C interrupt the cell, as in JupyterLab; a second one is for this process.
-
-    A kernel that is shut down while a cell runs prints a traceback of its own sockets.
-    """
+    """Let Ctrl-C interrupt the cell, as in JupyterLab; a second one is for this process."""
+    # A kernel that is shut down while a cell runs would print a traceback of its own sockets.
 
     def hand_on(*_: Any) -> None:
         signal.signal(signal.SIGINT, before)

@@ -72,10 +72,8 @@ class Entry:
 
     @property
     def first(self) -> Answered | None:
-        """The lab in one line: the first question that was measured.
-
-        Of a busy run only what is counted or predicted: its times would be taken for facts.
-        """
+        """The lab in one line: the first question that was measured."""
+        # The times of a busy run would be taken for facts.
         is_busy = self.run is not None and self.run.is_busy
         for one in self.answers:
             verdict = one.answer.verdict

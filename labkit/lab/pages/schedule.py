@@ -57,7 +57,7 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Message
         ends = [
             threads.submit(all_reduce, rank.vector, None, "sum", transport=rank) for rank in ranks
         ]
-    errors = [error for error in (end.exception() for end in ends) if error is not None]
+    errors = list(filter(None, (end.exception() for end in ends)))
     if errors:
         # The others only waited for the rank that failed.
         raise next((error for error in errors if not isinstance(error, Empty)), errors[0])

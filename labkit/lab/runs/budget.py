@@ -24,7 +24,7 @@ from labkit.machine.description import Machine, describe_machine
 # Newest runs of a lab that are read.
 MAX_RUNS = 3
 # Fields that change how long a point takes, not what it measures; older runs have `ratio_within`.
-HOW_LONG = {"seed", "timeout_s", "gain", "ratio_within", "repeats", "rounds_s"}
+DURATION_FIELDS = {"seed", "timeout_s", "gain", "ratio_within", "repeats", "rounds_s"}
 # Work by which two machines are compared: a matmul and an addition of medium size.
 FLOPS = 1e9
 ADDED_BYTES = 2**24
@@ -50,15 +50,13 @@ class Budget:
     _expected_s: float = 0.0
 
     def exclude(self, points: Sequence[Point]) -> set[str]:
-        """Return the ids of the points to leave out: the longest, until the others fit.
-
-        The last point of a kind goes only if nothing else is left: a question may be about it.
-        """
+        """Return the ids of the points to leave out: the longest, until the others fit."""
         # Longest first: few points are lost, and each of the many short ones answers as much.
         excess_s = sum(self.expected[point.id] for point in points) - self.seconds
         left = Counter(map(_kind, points))
         excluded = set[str]()
         longest_first = sorted(points, key=lambda point: -self.expected[point.id])
+        # The last point of a kind goes only if nothing else is left: a question may be about it.
         for spares_last in (True, False):
             for point in longest_first:
                 is_spared = spares_last and left[_kind(point)] == 1
@@ -200,7 +198,7 @@ def _elapsed(run: Run, pace: float = 1.0) -> dict[str, Elapsed]:
 
 
 def _key(about: Mapping[str, object]) -> str:
-    return json.dumps({name: about[name] for name in sorted(about) if name not in HOW_LONG})
+    return json.dumps({name: about[name] for name in sorted(about) if name not in DURATION_FIELDS})
 
 
 def _kind(point: Point) -> str:

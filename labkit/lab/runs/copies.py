@@ -51,13 +51,10 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the different runs, and the copies by path: same start, machine and plan.
-
-    Of a run and a copy made before it was resumed, the one with more ended points stays.
-    """
+    """Return the different runs, and the copies by path: same start, machine and plan."""
     by_content: dict[Any, Run] = {}
     copies: dict[str, str] = {}
-    # The most complete first, so that what a copy is compared with is the whole run.
+    # The most complete first: a copy may be older than the resumption of its run.
     for run in sorted(runs, key=lambda run: len(run.pending)):
         header = run.header
         content = (header.lab, header.started, *header.machine.identity, *header.planned)

@@ -153,13 +153,11 @@ class Executor:
         return ended
 
     def _count_time(self, values: Mapping[str, Any]) -> None:
-        """Add the time of a row's fewest rounds to that of the point.
-
-        A steady point may have many rounds after a long set-up: that makes it no slow one. A sum of
-        other rows, such as both passes, would count their time twice.
-        """
+        """Add the time of a row's fewest rounds to that of the point."""
         seconds = values.get("seconds")
+        # A sum of other rows, such as both passes, would count their time twice.
         if isinstance(seconds, list) and seconds and not values.get("is_sum"):
+            # The fewest: many rounds, which follow a long set-up, make a steady point no slow one.
             self._rows_s.append(median(seconds) * min(len(seconds), MIN_SAMPLES))
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:

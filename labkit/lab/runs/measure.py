@@ -73,9 +73,10 @@ def measure(
         # Only now: what can be refused must be refused before there is a file.
         with RunWriter.create(folder, header) as writer:
             on_start(writer.path)
-            for point in points if unavailable else ():
-                writer.end_point(point, "skipped", reason=unavailable)
-            if not unavailable:
+            if unavailable:
+                for point in points:
+                    writer.end_point(point, "skipped", reason=unavailable)
+            else:
                 budget = _plan_time(study, points, config.budget_s)
                 Executor(
                     study, plugins, writer, on_progress, on_output, len(points), budget
@@ -118,7 +119,8 @@ def resume(
         # A run that another process writes is refused before anything is fetched.
         if job_rank() == 0:
             RunWriter.reopen(path).close()
-        if unavailable := _prepare(study, config, remaining, on_progress):
+        unavailable = _prepare(study, config, remaining, on_progress)
+        if unavailable:
             raise ParameterError(f"{path}: cannot go on: {unavailable}")
         if job_rank() > 0:
             run_as_worker_rank(study, remaining, plugins)
@@ -139,15 +141,12 @@ def resume(
 
 
 def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
-    """Return whether a lab predicts and this machine has no calibration by this labkit of today.
-
-    False at `smoke`, which must be short, and under torchrun, where all other ranks would have to
-    wait. ParameterError if the environment describes any other job.
-    """
+    """Return whether a lab predicts and this machine has no calibration by this labkit of today."""
     predicts = any(question.needs_calibration for lab in studies for question in lab.questions)
-    if not predicts or profile == "smoke":
+    if not predicts or profile == "smoke":  # which must be short
         return False
     _check_job()
+    # In a job all other ranks would have to wait.
     if torchrun.is_job_rank():
         return False
     machine = describe_machine()

@@ -45,14 +45,18 @@ ShowProgress = Callable[[Progress], None]
 @contextmanager
 def terminal_line(console: Console, name: str) -> Iterator[ShowProgress]:
     """Show a line that begins with `name`, whose time runs on between updates; none in a file."""
-    last: tuple[Progress, float] | None = None
+    last: Progress | None = None
+    updated_s = 0.0
 
     def update(progress: Progress) -> None:
-        nonlocal last
-        last = progress, time.monotonic()
+        nonlocal last, updated_s
+        last = progress
+        updated_s = time.monotonic()
 
     def render() -> Text:
-        state = "starting" if last is None else last[0].line(time.monotonic() - last[1])
+        state = "starting"
+        if last is not None:
+            state = last.line(time.monotonic() - updated_s)
         return Text(f"{name}: {state}", no_wrap=True, overflow="ellipsis")
 
     # rich asks `render` several times a second: a point may take minutes between two updates.
