@@ -53,11 +53,9 @@ class ParameterError(ValueError):
 
 
 class LabConfig(BaseModel):
-    """Parameters of a lab: one subclass per lab, one instance per profile.
+    """Parameters of a lab: one subclass per lab, one instance per profile."""
 
-    Strict: "[2, 4]" is a string, not a list, and is refused instead of being read letter by letter.
-    """
-
+    # Strict: "[2, 4]" is a string, and is refused instead of being read letter by letter.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     budget_s: Seconds | None = None

@@ -47,10 +47,7 @@ class Lab:
     config: type[LabConfig]
     """Parameters; the defaults are the profile `quick`."""
     points: Callable[[Any, Machine], Iterable[Point]]
-    """Plans the points in order. Neighbors with equal groups of ranks share their ranks.
-
-    ParameterError for bad inputs, such as a damaged file.
-    """
+    """Plans the points; neighbors may share their ranks. ParameterError for bad inputs."""
     worker: Callable[..., Iterable[Mapping[str, Any]] | None]
     """Runs on every rank for each point and yields rows; its module imports nothing heavy."""
     questions: Sequence[Question]

@@ -36,10 +36,8 @@ class Results:
 
     @property
     def refusal(self) -> str | None:
-        """Why a run measured nothing at all, if its points say so; None if it measured something.
-
-        Such as a reader's setup that is wrong: the points end well, and all they have is a reason.
-        """
+        """Why a run measured nothing at all, if its points say so; else None."""
+        # If a reader's setup is wrong, the points end well, and all they have is a reason.
         rows = self.frame.reindex(columns=["status", "reason"])
         refused = rows[rows["status"] == "refused"]
         if refused.empty or rows["status"].fillna("ok").eq("ok").any():

@@ -296,10 +296,8 @@ class OpenLab:
             display(cards.note(describe_note(note)))
 
     def _refuse_failing(self) -> None:
-        """ParameterError for an alternative that ends its point, within seconds.
-
-        Every point with several ranks would wait for it in vain, or fail with it.
-        """
+        """ParameterError, within seconds, for an alternative that ends its point."""
+        # Every point with several ranks would wait for it in vain, or fail with it.
         for name, alternative in self._plugins.alternatives.items():
             result = check_alternative(self.study, alternative)
             # Without the name, it is the baseline that is slow today.

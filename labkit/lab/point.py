@@ -270,10 +270,7 @@ def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
 
 
 def planned_s(points: Iterable[Point]) -> float:
-    """Planned seconds of points: allowances, and all rounds until their time is up.
-
-    Devices on which six rounds take longer than `rounds_s` need more.
-    """
+    """Planned seconds of points; where six rounds exceed `rounds_s`, they take longer."""
     return sum(
         START_S[group[0].device_type] + sum(point.planned_s for point in group)
         for group in by_ranks(points)

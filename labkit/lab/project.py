@@ -21,10 +21,7 @@ def checkout() -> Path | None:
 
 
 def project_root() -> Path:
-    """Return the folder of runs, figures, reports and data sets.
-
-    $LABKIT_HOME, else the checkout, else the working directory.
-    """
+    """Return the folder of results: $LABKIT_HOME, else the checkout, else the working directory."""
     home = os.environ.get("LABKIT_HOME")
     if home:
         return Path(home).expanduser().resolve()

@@ -142,11 +142,8 @@ def runs_here(machine: Machine) -> dict[str, Run]:
 
 
 def _may_recommend(run: Run, machine: Machine) -> bool:
-    """Return whether a run is of this machine, whole and quiet.
-
-    A run of `smoke`, an interrupted one, or one of a reader's alternatives alone does not replace
-    the run before it.
-    """
+    """Return whether a run is of this machine, whole and quiet."""
+    # Others do not replace the run before them, which is whole.
     header = run.header
     if header.machine.identity != machine.identity or header.profile == "smoke":
         return False
