@@ -56,13 +56,12 @@ def ask(variables: Mapping[str, Any]) -> Plan:
 def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
     """Return the best layouts of each plan, one per row, and tokens per second of all GPUs."""
     # Tokens per second, since plans may have steps of different sizes.
-    rows = {
-        (name, place): _row(one) | {"tokens_per_s": plan.question.request.tokens / one.step_s}
-        for name, plan in plans.items()
-        for place, one in enumerate(
-            rank(plan.question.request).proposed(count) or [plan.advice.first], start=1
-        )
-    }
+    rows = {}
+    for name, plan in plans.items():
+        request = plan.question.request
+        best = rank(request).proposed(count) or [plan.advice.first]
+        for place, one in enumerate(best, start=1):
+            rows[name, place] = _row(one) | {"tokens_per_s": request.tokens / one.step_s}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 

@@ -84,19 +84,14 @@ def write_class_page(folder: Path, page: Path) -> ClassResult:
 def _section(lab: Lab, students: Sequence[Student]) -> dict[str, Any]:
     """Return a lab's part of the page: verdicts of its comparisons, and dots of the effects."""
     answers = {one.name: one.answers[lab.name] for one in students if lab.name in one.answers}
-    rows = [
-        {"student": name}
-        | {
-            question.id: headline(each[question.id])
-            for question in lab.questions
-            if isinstance(question, Compare)
-        }
-        for name, each in answers.items()
-    ]
-    strips = [
-        _strip(question.text, [(name, each[question.id]) for name, each in answers.items()])
-        for question in lab.questions
-    ]
+    compared = [question.id for question in lab.questions if isinstance(question, Compare)]
+    rows = []
+    for name, each in answers.items():
+        rows.append({"student": name, **{id: headline(each[id]) for id in compared}})
+    strips = []
+    for question in lab.questions:
+        of_class = [(name, each[question.id]) for name, each in answers.items()]
+        strips.append(_strip(question.text, of_class))
     return {
         "name": lab.name,
         "title": lab.title,

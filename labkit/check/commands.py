@@ -190,7 +190,8 @@ def _print_shared_changes(result: "CheckResult") -> None:
 
 def _row(one: "Change", machine: "Machine", common: str | None) -> tuple[str, ...]:
     """Return a change as a row of the table; a reason that all have in common is not repeated."""
-    ratio = smallest = ""
+    ratio = ""
+    smallest = ""
     if not math.isnan(one.ratio):
         ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
         smallest = f"{100 * (one.smallest_change - 1):.0f}%"

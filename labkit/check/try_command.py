@@ -80,7 +80,8 @@ def try_training(
         run = measure(
             lab.LAB, config, profile="quick", on_progress=on_progress, on_output=err.print
         )
-    if reason := run.results().refusal:
+    reason = run.results().refusal
+    if reason is not None:
         raise ParameterError(reason)
     # A busy run would be slower than any baseline, and make a bad one.
     change = None if save or run.is_busy else compare_with_baseline(run)
@@ -128,7 +129,9 @@ def numbers(run: "Run", change: "TrainingChange | None") -> Iterator[dict[str, A
         ends = {"low": row["low"], "high": row["high"]}
         yield number(row["part"], row["seconds"], "s", **ends, measured=at)
     yield from answer_numbers(LAB, run)
-    for part, row in change.parts.iterrows() if change is not None else ():
+    if change is None:
+        return
+    for part, row in change.parts.iterrows():
         ends = {"low": row["low"], "high": row["high"]}
         facts = {"validity": row["verdict"], "measured": at}
         yield number(f"{part} since the baseline", row["ratio"], "ratio", **ends, **facts)
