@@ -40,7 +40,7 @@ from labkit.studies.shared import tasks
 KIB = 2**10
 MIB = 2**20
 PEAK = "peak of the links"
-# longer tensors have one session: their times hardly differ between processes
+# Longer tensors have one session: their times hardly differ between processes.
 SESSIONS_UP_TO_BYTES = MIB
 
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
@@ -101,6 +101,7 @@ def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint
     """Plan every size over gloo, or over NCCL and torch's over gloo; repeat short ones later."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
+        # Over gloo only what CPU tensors cost next to NCCL's: a page has one set of algorithms.
         only_torch = config.model_copy(update={"algorithms": []})
         once = [*_points(config, "nccl"), *_points(only_torch, "gloo")]
     short = [point for point in once if point.n_bytes <= SESSIONS_UP_TO_BYTES]
@@ -114,28 +115,29 @@ def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
     worlds = [world_size for world_size in config.world_sizes if world_size > 1]
     point = partial(AllReducePoint.of, config, backend=backend)
     for world_size, n_bytes in product(worlds, sizes):
-        yield point(sweep="sizes", world_size=world_size, n_bytes=n_bytes, algorithms=algorithms)
+        size = {"world_size": world_size, "n_bytes": n_bytes}
+        yield point(sweep="sizes", algorithms=algorithms, **size)
+        # NCCL chooses among links by itself; labkit's transports move what lies in main memory.
         if backend == "gloo" and over_transports:
-            names = (TORCH, *over_transports, FLOOR)
-            yield point(
-                sweep="transports", world_size=world_size, n_bytes=n_bytes, algorithms=names
-            )
-    if backend == "nccl":  # whose kernels no CPU scheduler moves
+            yield point(sweep="transports", algorithms=(TORCH, *over_transports, FLOOR), **size)
+    # No scheduler of CPUs moves NCCL's kernels.
+    if backend == "nccl":
         return
+    # Policies follow one another: each needs ranks of its own, which cannot take turns.
     policies = product(worlds, ("batch", "default"), config.scheduling_bytes)
     for world_size, policy, n_bytes in policies:
         size = {"world_size": world_size, "n_bytes": n_bytes}
-        both = (TORCH, LABKIT)
-        yield point(sweep="scheduling", scheduling=policy, algorithms=both, **size)
+        yield point(sweep="scheduling", scheduling=policy, algorithms=(TORCH, LABKIT), **size)
 
 
 def times(results: Results) -> pd.DataFrame:
-    """Medians, bandwidths, and each time relative to the shortest tensor's with as many ranks."""
+    """Return medians, bandwidths, and each time over the shortest tensor's with as many ranks."""
     table = TIME.medians(results.frame)
-    sizes = list(zip(table["world_size"], table["n_bytes"], table["seconds"], strict=True))
+    sizes = zip(table["world_size"], table["n_bytes"], table["seconds"], strict=True)
+    # Medians are sorted by their keys, and so by length.
     shortest = table.groupby(["backend", "world_size", "algorithm"])["seconds"].transform("first")
     return table.assign(
-        algbw_gb_per_s=[n / s / 1e9 for _, n, s in sizes],
+        algbw_gb_per_s=table["n_bytes"] / table["seconds"] / 1e9,
         busbw_gb_per_s=[bus_bandwidth(int(p), n, s) / 1e9 for p, n, s in sizes],
         times_the_shortest=table["seconds"] / shortest,
     )
@@ -154,6 +156,7 @@ def bandwidth(results: Results) -> pd.DataFrame:
     table = torch_times(results)[[*CONFIGURATION, "seconds", "busbw_gb_per_s"]]
     table = table[table["backend"] == table["backend"].max()]  # "nccl" > "gloo"
     table = table.assign(kind=[f"{ranks} ranks" for ranks in table["world_size"]])
+    # A level line from the shortest to the longest tensor. No links are known for gloo.
     over_nccl = table[table["backend"] == "nccl"].drop_duplicates("n_bytes")
     ends = pd.concat([over_nccl.head(1), over_nccl.tail(1)])
     peak = ends.assign(
@@ -187,6 +190,7 @@ LAB = Lab(
         "What averaging a tensor over ranks costs, and which algorithm and transport does it best."
     ),
     config=AllReduceConfig,
+    # As in data/reference/allreduce_gloo_nccl.csv.
     paper={
         "world_sizes": [2, 4, 6],
         "sizes_bytes": [MIB, 10 * MIB, 100 * MIB, 1024 * MIB],

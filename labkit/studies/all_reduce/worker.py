@@ -29,6 +29,7 @@ FLOOR = "floor"
 RESERVED = frozenset((TORCH, LABKIT, FLOOR, *ALGORITHMS))
 OVER = " over "  # "auto over shared" is labkit's all_reduce through shared memory
 N_COPIES = 5  # tensors per rank: base, input, two or three results, scratch
+# The host's launch is most of the time of a short one over NCCL: a sample is the mean of several.
 CALLS_ON_GPU = 10
 SHORT_BYTES = 2**24
 CHUNK = 2**16  # elements compared at a time: their float64 copies stay in cache
@@ -123,13 +124,11 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         dist.barrier()
         return _check(reduce, tensor.copy_(own), base), partial(reduce, tensor, op="sum")
 
-    # The host's launch is most of the time of a short one over NCCL: a sample is the mean of
-    # several.
     n_calls = 1
     if point.device == "cuda" and point.n_bytes <= SHORT_BYTES:
         n_calls = CALLS_ON_GPU
     clock: dict[str, Any] = {
-        "prepare": lambda _: tensor.copy_(own),
+        "prepare": lambda _: tensor.copy_(own),  # sums of sums would overflow
         "before": dist.barrier,
         "calls": n_calls,
     }
@@ -145,17 +144,19 @@ def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
 def _add_and_copy(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tensor) -> None:
     """Do the work of an all-reduce alone: add p-1 parts of n/p elements, and copy p-1.
 
-    No messages, and no waiting.
+    No messages, and no waiting: no all-reduce through memory can be faster.
     """
     p = dist.get_world_size()
     size = tensor.numel() // p
     chunk = FLOOR_CHUNK_BYTES // tensor.itemsize
+    # By chunks, whose sum stays in cache until all parts are added.
     for start in range(0, size, chunk):
         end = min(start + chunk, size)
         for part in range(1, p):
             tensor[start:end].add_(others[part * size + start : part * size + end])
     for part in range(1, p):
-        tensor[part * size : (part + 1) * size].copy_(result[part * size : (part + 1) * size])
+        of_rank = slice(part * size, (part + 1) * size)
+        tensor[of_rank].copy_(result[of_rank])
 
 
 def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
         md5 = file_md5(Path(config.archive))
     about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names}
     point = partial(TrainingPoint.on, machine, config, config.world_size, **about)
+    # Peaks are the same for every seed: they are measured once.
     return [point(seed=seed, has_memory=seed == config.seeds[0]) for seed in config.seeds]
 
 
@@ -138,6 +139,7 @@ def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:
 
 def _select_last_epochs(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of the last epoch that all trainings have; each seed is a repeat."""
+    # An interrupted training has fewer epochs, and a later epoch has a lower loss.
     last = rows.groupby(["implementation", "seed"])["epoch"].max().min()
     return rows[rows["epoch"] == last].assign(repeat=rows["seed"])
 
@@ -209,6 +211,7 @@ LAB = Lab(
     ),
     config=CifarConfig,
     smoke={"train_images": 128, "epochs": 2},
+    # As in data/reference/cifar100_training_2gpu.csv.
     paper={
         "dataset": CIFAR100,
         "train_images": None,

@@ -79,6 +79,7 @@ class Trainer:
         The loss is the mean over the images of all ranks, which have equally many.
         """
         self.model.train()
+        # On the device: reading each loss would make the CPU wait for every pass.
         total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
         size = self.recipe.batch
         batches = list(zip(images.split(size), labels.split(size), strict=True))
@@ -135,10 +136,8 @@ class Trainer:
 
 
 def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
-    """Add to `sums` (3,), in place: losses, the number of correct images, and of all.
-
-    Element by element, since a count in main memory cannot be stacked with numbers on a GPU.
-    """
+    """Add to `sums` (3,), in place: losses, the number of correct images, and of all."""
+    # One by one: a count in main memory cannot be stacked with numbers on a GPU.
     sums[0] += cross_entropy(logits, target, reduction="sum")
     sums[1] += (logits.argmax(1) == target).sum()
     sums[2] += len(target)

@@ -52,7 +52,7 @@ CHECKED_UPDATES = 2
 # Small enough to be quick. Batch norm over two images is so steep that rounding alone grows large.
 CHECKED_BATCH = 4
 CHECKED_ACCUMULATION = 2
-# in float64, relative to the largest change of a weight; rounding leaves some 1e-12
+# In float64, relative to the largest change of a weight; rounding leaves some 1e-12.
 TOLERANCE = 1e-6
 
 
@@ -150,22 +150,23 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     """Yield rows of one seed: peak memory, the time of each epoch and, from rank 0, its results."""
     device = use_device(point.device)
     data = read_data(point.dataset, point.archive, point.train_images, md5=point.md5)
-    names = ("batch", "accumulation", "learning_rate", "momentum")
     recipe = Recipe(
-        classes=data.classes, device=device, **{name: getattr(point, name) for name in names}
+        classes=data.classes,
+        batch=point.batch,
+        accumulation=point.accumulation,
+        learning_rate=point.learning_rate,
+        momentum=point.momentum,
+        device=device,
     )
-    checks = {
-        name: row_of(name, partial(_check, name, recipe, data, point.seed), device=device)
-        for name in point.implementations
-    }
-    for name, result in checks.items():
-        if result["status"] != "ok":
-            yield describe(name) | {"phase": EPOCH} | result
-    trainers = {
-        name: Trainer(name, recipe, point.seed)
-        for name, one in checks.items()
-        if one["status"] == "ok"
-    }
+    checks: dict[str, dict[str, Any]] = {}
+    trainers: dict[str, Trainer] = {}
+    for name in point.implementations:
+        check = partial(_check, name, recipe, data, point.seed)
+        checks[name] = row_of(name, check, device=device)
+        if checks[name]["status"] == "ok":
+            trainers[name] = Trainer(name, recipe, point.seed)
+        else:
+            yield describe(name) | {"phase": EPOCH} | checks[name]
     path = None
     if checkpoints is not None:
         path = checkpoints / point.id / "checkpoint.pt"
@@ -175,17 +176,17 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
         rows = [_peak_memory(name, recipe, data, point.seed) for name in trainers]
     yield from rows
     for epoch in range(done + 1, point.epochs + 1):
-        # shuffled as by the clock; a resume keeps the order
-        turns = turn_order(trainers, epoch, seed=point.id)
-        timed = [
-            _time_epoch(trainers[name], epoch, data, point.seed) | checks[name] for name in turns
-        ]
-        rows += [row | {"warm_up": epoch == done + 1} for row in timed]
+        timed: list[dict[str, Any]] = []
+        # Shuffled as by the clock; a resume keeps the order.
+        for name in turn_order(trainers, epoch, seed=point.id):
+            row = _time_epoch(trainers[name], epoch, data, point.seed)
+            timed.append(row | checks[name] | {"warm_up": epoch == done + 1})
+        rows += timed
         states = {name: trainer.state() for name, trainer in trainers.items()}
-        save_checkpoint(
-            path, {"point": point.id, "epoch": epoch, "trainers": states, "rows": gather_json(rows)}
-        )
-        yield from rows[-len(timed) :]
+        state = {"point": point.id, "epoch": epoch, "trainers": states, "rows": gather_json(rows)}
+        # Before the rows are yielded: an interrupt in between measures nothing twice.
+        save_checkpoint(path, state)
+        yield from timed
 
 
 def _resume(
@@ -195,6 +196,7 @@ def _resume(
 
     Return its epoch, and their rows in it.
     """
+    # An implementation that was wrong then, and is right now, has no state: all begin again.
     if (
         state is None
         or state["point"] != point.id
@@ -230,9 +232,7 @@ def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict
 
 
 def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
-    """Compare the weights after the first updates with those of one process.
-
-    That process has the images of all ranks.
+    """Compare the weights after the first updates with one process that has all ranks' images.
 
     In float64 and without dropout; the error is relative to the largest change of any weight, on
     the worst rank. Batch norm over all ranks is that of one process on the whole micro-batch, local
@@ -265,18 +265,13 @@ def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, An
 
 
 def _weights(trainer: Trainer) -> Tensor:
-    """Return all parameters in one vector.
-
-    The bias before batch norm has a gradient of zero, and changes by rounding only.
-    """
+    """Return all parameters in one vector."""
+    # Not one by one: the bias before batch norm has a gradient of zero, and changes by rounding.
     return torch.cat([parameter.detach().flatten() for parameter in trainer.net.parameters()])
 
 
 def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
-    """Return the allocator's peak over an update, by implementation.
-
-    Model and optimizer included.
-    """
+    """Return the allocator's peak over an update, model and optimizer included."""
     update = next(updates_of(len(data.training[0]), recipe, seed, 1, dist.get_world_size()))
     images, labels = (part[update[:, dist.get_rank()].flatten()] for part in data.training)
     dist.barrier()

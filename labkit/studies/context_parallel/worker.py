@@ -30,20 +30,12 @@ WHOLE = "one rank"
 RING = "ring, zigzag"
 RING_CONTIGUOUS = "ring, contiguous"
 GATHERED = "gathered, zigzag"
-WAYS = (ALL_CORES, WHOLE, RING, RING_CONTIGUOUS, GATHERED)
-"""Tiled attention to the whole sequence on one rank, with the cores of all ranks or its own.
-
-And by ranks, with the layout of their positions.
-"""
-METHODS = {
-    ALL_CORES: ("whole", ""),
-    WHOLE: ("whole", ""),
-    RING: ("ring", "zigzag"),
-    RING_CONTIGUOUS: ("ring", "contiguous"),
-    GATHERED: ("gathered", "zigzag"),
-}
-"""How a way attends, and the layout of its positions."""
-# of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64
+ON_ONE_RANK = (ALL_CORES, WHOLE)
+"""Tiled attention to the whole sequence, with the cores of all ranks or its own."""
+LAYOUTS = {RING: "zigzag", RING_CONTIGUOUS: "contiguous", GATHERED: "zigzag"}
+"""Attention across ranks, and the layout of their positions."""
+WAYS = (*ON_ONE_RANK, *LAYOUTS)
+# Of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64.
 N_COPIES = 24
 
 
@@ -79,22 +71,19 @@ class Passes:
     """
 
     def __init__(self, problem: AttentionProblem, way: str) -> None:
-        method, layout = METHODS[way]
-        self.layout = layout
+        self.layout = LAYOUTS.get(way)
         self.has_all_cores = way == ALL_CORES
-        self.is_idle = way in (ALL_CORES, WHOLE) and dist.get_rank() > 0
+        self.is_idle = way in ON_ONE_RANK and dist.get_rank() > 0
+        self.is_ring = way in (RING, RING_CONTIGUOUS)
         tensors = [x.detach() for x in (*problem.inputs, problem.grad_output)]
-        if layout:
-            tensors = [split_sequence(x, 1, layout=layout) for x in tensors]
+        self.attend: Callable[..., Tensor] = _attend_whole
+        if self.layout is not None:
+            tensors = [split_sequence(x, 1, layout=self.layout) for x in tensors]
+            attend = ring_attention if self.is_ring else gather_attention
+            self.attend = partial(attend, layout=self.layout)
+        # Cloned: a view would keep the whole sequence in this rank's peak.
         *inputs, self.gradient = (x.clone() for x in tensors)
         self.inputs = [x.requires_grad_() for x in inputs]
-        self.is_ring = method == "ring"
-        attentions: dict[str, Callable[..., Tensor]] = {
-            "whole": _attend_whole,
-            "ring": partial(ring_attention, layout=layout),
-            "gathered": partial(gather_attention, layout=layout),
-        }
-        self.attend = attentions[method]
 
     def run(self) -> list[Tensor]:
         """Return output and gradients of q, k and v."""
@@ -107,9 +96,10 @@ class Passes:
     def joined(self) -> list[Tensor]:
         """Return the same of the whole sequence, on every rank. A collective."""
         results = self.run()
-        if self.layout:
+        if self.layout is not None:
             return [join_sequence(x, 1, layout=self.layout) for x in results]
-        results = results or [torch.empty_like(x) for x in (*self.inputs, self.gradient)]
+        if self.is_idle:
+            results = [torch.empty_like(x) for x in (*self.inputs, self.gradient)]
         for result in results:
             dist.broadcast(result, src=0)
         return results
@@ -127,7 +117,7 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
         passes = Passes(problem, way)
         error, wrong = check(problem, passes.joined())
         columns = {"error": error, **status_columns(wrong)}
-        if passes.layout:
+        if passes.layout is not None:
             columns |= _count_traffic(point, passes)
         return columns, passes.run
 
@@ -147,7 +137,8 @@ def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any
     """Count collectives and bytes of both passes, with the formula."""
     p = dist.get_world_size()
     row, _ = count_traffic(passes.run)
-    block_bytes = 2 * point.q_bytes / p
+    block_bytes = 2 * point.q_bytes / p  # of keys and values
+    # Their gradients are added up in float32 as they go around, whatever the inputs are.
     widening = 4 / getattr(torch, point.dtype).itemsize
     formula = context_parallel_calls(block_bytes, widening * block_bytes, p, is_ring=passes.is_ring)
     return row | {"formula_sent_bytes": sent_bytes(formula, p)}

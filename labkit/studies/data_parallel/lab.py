@@ -114,19 +114,24 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
     if device == "cuda":
         names = [name for name in names if name not in OVER_SHARED_MEMORY]
         most = len(machine.gpus)
-    further = set(config.throughput_world_sizes) - set(config.world_sizes)
-    more = [world_size for world_size in sorted(further) if ranks_here(world_size) <= most]
-    largest = [(max(config.batches), max(config.context_lengths))]
-    for world_size, workload in product([*config.world_sizes, *more], config.workloads):
+    # More ranks than cores or GPUs would share them: no throughput is linear then.
+    further = [
+        world_size
+        for world_size in sorted({*config.throughput_world_sizes} - {*config.world_sizes})
+        if ranks_here(world_size) <= most
+    ]
+    for world_size, workload in product([*config.world_sizes, *further], config.workloads):
         point = partial(DataParallelPoint.on, machine, config, world_size, workload=workload)
+        # One rank has nothing to average: only the bare model is timed.
         sweeps = list(_sweeps(config, names if world_size > 1 else [], workload))
-        sizes = product(config.batches, config.context_lengths)
-        for batch, length in largest if world_size in more else sizes:
-            for sweep, alternatives in sweeps:
-                micro_batches = config.micro_batches if sweep == "accumulation" else 1
-                about = {"batch": batch, "context_length": length, "micro_batches": micro_batches}
-                if alternatives:
-                    yield point(sweep=sweep, alternatives=alternatives, **about)
+        sizes = [*product(config.batches, config.context_lengths)]
+        if world_size in further:
+            sizes = [(max(config.batches), max(config.context_lengths))]
+        for (batch, length), (sweep, alternatives) in product(sizes, sweeps):
+            micro_batches = config.micro_batches if sweep == "accumulation" else 1
+            about = {"batch": batch, "context_length": length, "micro_batches": micro_batches}
+            if alternatives:
+                yield point(sweep=sweep, alternatives=alternatives, **about)
 
 
 def _sweeps(
@@ -135,11 +140,15 @@ def _sweeps(
     """Yield the sweeps of a workload, and the wrappers that each compares."""
     bucketed = [name for name in BUCKETED if name in names]
     yield "wrappers", [LOCAL, *names]
+    # The small workload is enough here: what no_sync saves is averaging itself.
     if workload == config.workloads[0]:
         yield "accumulation", bucketed
+    # The large one has several buckets, and a peak that is more than the allocator's rounding.
     if workload == config.workloads[-1]:
-        sizes = ["", *(f"@{size!r}" for size in sorted(config.buckets_mb))]
-        yield "buckets", [name + size for name in bucketed for size in sizes if config.buckets_mb]
+        if config.buckets_mb:
+            # "" is the default size, with which the others are compared.
+            sizes = ["", *(f"@{size!r}" for size in sorted(config.buckets_mb))]
+            yield "buckets", [name + size for name in bucketed for size in sizes]
         # Neither the profiler nor the allocator sees shared memory.
         visible = [name for name in names if name not in OVER_SHARED_MEMORY]
         yield "timeline", [name for name in PROFILED if name in visible]
@@ -159,6 +168,7 @@ def communication(results: Results) -> pd.DataFrame:
     wide = samples.pivot_table(index=[*keys, "repeat"], columns="phase", values="seconds")
     wide = wide.reindex(columns=[*STEP_PHASES, WAITING])
     wide = wide.assign(step_s=wide[list(STEP_PHASES)].sum(axis=1)).reset_index()
+    # Differences are of the same round: slow minutes of the machine slow both.
     is_local = wide["implementation"] == LOCAL
     local = wide.loc[is_local, [*CONFIGURATION, "repeat", "step_s", BACKWARD]]
     rounds = wide[~is_local].merge(local, on=[*CONFIGURATION, "repeat"], suffixes=("", "_local"))
@@ -172,9 +182,11 @@ def communication(results: Results) -> pd.DataFrame:
         columns={"implementation": "same", "waiting_s": "alone_s"}
     )
     table = table.merge(alone, how="left", on=[*CONFIGURATION, "same"])
+    # Noise alone may show less than nothing hidden, or more than there is.
     hidden = 100 * (1 - table["exposed_s"] / table["alone_s"]).clip(0, 1)
     return table.assign(
         longer_percent=100 * table["longer_s"] / table["step_s_local"],
+        # Wrappers that average after backward hide nothing, by construction.
         hidden_percent=hidden.where(table["same"] != table["implementation"]),
     ).drop(columns=["same", "exposed_s", "step_s_local"])
 
@@ -186,11 +198,9 @@ def throughput(results: Results) -> pd.DataFrame:
     rows = rows[rows["implementation"].isin([LOCAL, *BUCKETED])]
     keys = [*CONFIGURATION, "implementation"]
     steps = rows.groupby([*keys, "repeat"])["seconds"].sum().groupby(keys).median()
-    table = (
-        steps.rename("step_s")
-        .reset_index()
-        .sort_values("world_size", kind="stable", ignore_index=True)
-    )
+    table = steps.reset_index(name="step_s")
+    table = table.sort_values("world_size", kind="stable", ignore_index=True)
+    # Linear is by the fewest ranks: a larger number may share caches and memory.
     per_rank = [name for name in CONFIGURATION if name not in ("world_size", "backend")]
     alone = table[table["implementation"] == LOCAL].drop_duplicates(per_rank)[[*per_rank, "step_s"]]
     table = table.merge(alone, on=per_rank, suffixes=("", "_alone"))
@@ -201,9 +211,14 @@ def throughput(results: Results) -> pd.DataFrame:
 
 
 def bucketed_row(table: pd.DataFrame) -> Any:
-    """labkit's bucketed wrapper in the last configuration, or the last row."""
+    """Return the index of labkit's bucketed wrapper in the last configuration it was measured in.
+
+    Without it, of the last row.
+    """
     rows = table[table["implementation"] == "bucketed"]
-    return (rows if len(rows) else table).index[-1]
+    if rows.empty:
+        rows = table
+    return rows.index[-1]
 
 
 def timeline(results: Results) -> pd.DataFrame:
@@ -221,6 +236,7 @@ LAB = Lab(
     summary="How to average gradients over ranks, in which buckets, and what it costs a step.",
     config=DataParallelConfig,
     smoke={"workloads": ["nano"]},
+    # As in data/reference/ddp_compare_resnet50.csv and ddp_bucketed_xl_2gpu.csv.
     paper={
         "workloads": ["resnet50", "xl"],
         "throughput_world_sizes": [1, 4, 8],

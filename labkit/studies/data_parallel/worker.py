@@ -41,7 +41,8 @@ DEFAULT_BUCKETS = "default"
 EVERY = "every micro-batch"
 LAST = "the last micro-batch"
 WAITING = "waiting"
-ONE_BY_ONE = ("memory", "timeline")  # sweeps that measure one wrapper after the other
+# Sweeps that measure one wrapper after the other: another model in memory would be in the peak.
+ONE_BY_ONE = ("memory", "timeline")
 # Events of running collectives, not of the calls that launch them.
 COLLECTIVES = (
     "gloo:all_reduce",
@@ -90,12 +91,12 @@ def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     seed = point.batch_seed(dist.get_rank())
     # Copied: all wrappers begin with the same parameters.
     workload = build_workload(model, **sizes, device=device, seed=seed).copied()
-    measure_sweep = _time_steps
     if point.sweep == "accumulation":
-        measure_sweep = _time_accumulation
+        yield from _time_accumulation(point, workload, device)
     elif point.sweep in ONE_BY_ONE:
-        measure_sweep = _look_at_each
-    yield from measure_sweep(point, workload, device)
+        yield from _inspect_each(point, workload, device)
+    else:
+        yield from _time_steps(point, workload, device)
 
 
 def make_trainer(name: str, workload: Workload, device: str) -> Trainer:
@@ -104,8 +105,9 @@ def make_trainer(name: str, workload: Workload, device: str) -> Trainer:
     model = wrapped = workload.build()
     if implementation != LOCAL:
         # labkit's wrappers finish after `backward()`, not inside it, so that waiting is timed
-        # separately
+        # separately.
         wrapped = wrap(implementation, model, bucket_mb=bucket_mb, finish_in_backward=False)
+    # Plain SGD: the optimizer is the same for all wrappers, and should be a small part of a step.
     return Trainer(wrapped, torch.optim.SGD(model.parameters(), lr=1e-4), workload.loss, device)
 
 
@@ -170,7 +172,7 @@ def _time_steps(
         if row.get("phase") == BACKWARD and watches[row["alternative"]].seconds:
             # Only the last laps: warm-up and the check have some, too.
             waiting_s = watches[row["alternative"]].seconds[-len(row["seconds"]) :]
-            # a part of the backward pass, whose time is counted
+            # Marked as a sum: it is a part of backward, and must not make the step longer.
             yield row | {"phase": WAITING, "seconds": waiting_s, "is_sum": True}
 
 
@@ -197,19 +199,22 @@ def _time_accumulation(
     yield from check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds)
 
 
-def _look_at_each(
+def _inspect_each(
     point: DataParallelPoint, workload: Workload, device: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the timeline or the peak memory of a step, one wrapper after the other."""
     for name in point.alternatives:
+        # A rank that is still freeing the wrapper before would be late in this one's collectives.
         dist.barrier()
-        result = row_of(name, partial(_look, point.sweep, name, workload, device), device=device)
-        for row in result.pop("rows", [result]):
+        inspect = partial(_inspect, point.sweep, name, workload, device)
+        columns = row_of(name, inspect, device=device)
+        rows = columns.pop("rows", [columns])
+        for row in rows:
             yield _describe(name) | row
 
 
-def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, Any]:
-    """Return the row of this wrapper, or several as `rows`."""
+def _inspect(sweep: str, name: str, workload: Workload, device: str) -> dict[str, Any]:
+    """Return the columns of this wrapper, or several rows as `rows`."""
     make = partial(make_trainer, name, workload, device)
     trainer = make()
     parameters = dict(trainer.model.named_parameters())
@@ -230,7 +235,7 @@ def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
     The step has ranges of its phases. Backward ends with the last gradient; `during_s` is the part
     of a collective before that.
     """
-    step()
+    step()  # allocates buffers and, in torch's DDP, arranges the buckets
     boxes = _find_boxes(profile_call(step, device=device, before=dist.barrier))
     if not boxes[ALL_REDUCE]:
         return [refusal_columns("the profiler saw none of the collectives")]

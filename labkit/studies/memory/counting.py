@@ -30,8 +30,9 @@ PARTS = (
 `inputs`: tokens and tables of rotary positions."""
 
 LISTED = 10  # allocations
+# Layers of the steps that stand for one of more layers. With two, layers differ from those of a
+# deeper model: each is next to an end.
 FEW_LAYERS = (3, 4)
-"""Layers of the steps that stand for one of more layers; with two, layers differ from others."""
 
 
 class CountedStep:
@@ -113,7 +114,8 @@ def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
             "forward": counted.forward,
             "full_step": counted.full_step,
         }
-        for phase in run:  # in this order: AdamW's states stay after a full step
+        # In this order: AdamW's states stay after a full step.
+        for phase in run:
             if phase in phases:
                 run[phase]()
         for allocation in ledger.allocations:
@@ -141,10 +143,8 @@ def count_rows(
     if has_details:
         start, end = counted.spans["full_step"]
         for moment, live in timeline_between(counted.ledger.allocations, start, end):
-            part = counted.part_of_step(moment)
-            yield {"table": "timeline", "moment": moment - start, "part_of_step": part} | _parts(
-                live
-            )
+            about = {"moment": moment - start, "part_of_step": counted.part_of_step(moment)}
+            yield {"table": "timeline"} | about | _parts(live)
         yield from _allocation_rows(counted)
 
 
@@ -156,21 +156,24 @@ def extrapolate_full_step(source: TransformerShape, **arguments: Any) -> dict[st
     the end at which the peak is does not grow fastest, since another one may be higher with more
     layers; also for a model of few layers or with checkpoints.
     """
+    # Counting a step of 3 layers and one of 4 takes as long as one of 7.
     if source.n_layers <= sum(FEW_LAYERS) or arguments.get("checkpoint_segment"):
         return None
-    few = [
+    small, large = (
         count_phases(("full_step",), source=replace(source, n_layers=n), **arguments)
         for n in FEW_LAYERS
-    ]
-    fewer, more = (_live_at_ends(counted) for counted in few)
-    growth = more - fewer
-    at = {_nearest_end(counted) for counted in few}
-    if len(at) > 1 or growth[at.pop()] < growth.max():
+    )
+    growth = _live_at_ends(large) - _live_at_ends(small)
+    end = _nearest_end(large)
+    if _nearest_end(small) != end or growth[end] < growth.max():
         return None
-    small, large = (_peak_row(counted, "full_step") for counted in few)
+    fewer = _peak_row(small, "full_step")
+    row = _peak_row(large, "full_step")
     n_more = source.n_layers - FEW_LAYERS[1]
-    bytes_of = (name for name in large if name.endswith("_bytes"))
-    return large | {name: large[name] + n_more * (large[name] - small[name]) for name in bytes_of}
+    for name, n_bytes in row.items():
+        if name.endswith("_bytes"):
+            row[name] += n_more * (n_bytes - fewer[name])
+    return row
 
 
 def _peak_row(counted: CountedStep, phase: str) -> dict[str, Any]:
@@ -213,27 +216,24 @@ def _allocation_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
     """
     start, end = counted.spans["full_step"]
     at_peak = {id(allocation) for allocation in counted.peak("full_step").live}
-    groups: dict[tuple[Any, ...], list[Allocation]] = {}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for allocation in counted.ledger.allocations:
-        if start <= allocation.born < end:
-            key = (
-                allocation.operator,
-                allocation.line,
-                allocation.phase,
-                allocation.category,
-                allocation.n_bytes,
-            )
-            groups.setdefault(key, []).append(allocation)
-    rows = [
-        dict(zip(("operator", "line", "part_of_step", "category", "n_bytes"), key, strict=True))
-        | {
-            "times": len(group),
-            "at_peak_bytes": sum(a.n_bytes for a in group if id(a) in at_peak),
+        if not start <= allocation.born < end:
+            continue
+        about = {
+            "operator": allocation.operator,
+            "line": allocation.line,
+            "part_of_step": allocation.phase,
+            "category": allocation.category,
+            "n_bytes": allocation.n_bytes,
         }
-        for key, group in groups.items()
-    ]
-    largest = sorted(rows, key=lambda row: -row["n_bytes"])[:LISTED]
-    heaviest = sorted(rows, key=lambda row: -row["at_peak_bytes"])[:LISTED]
-    for row in rows:
-        if row in largest or row in heaviest:
+        row = rows.setdefault(tuple(about.values()), about | {"times": 0, "at_peak_bytes": 0})
+        row["times"] += 1
+        if id(allocation) in at_peak:
+            row["at_peak_bytes"] += allocation.n_bytes
+    # Many small ones may hold most of a peak, and a large one may be gone by then.
+    largest = sorted(rows.values(), key=lambda row: -row["n_bytes"])[:LISTED]
+    at_peak_most = sorted(rows.values(), key=lambda row: -row["at_peak_bytes"])[:LISTED]
+    for row in rows.values():
+        if row in largest or row in at_peak_most:
             yield {"table": "allocation"} | row

@@ -80,19 +80,22 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     for size, context in product(config.counted_sizes, contexts):
         is_last = size == config.counted_sizes[-1]
         is_longest = context == contexts[-1]
+        # All sizes at one length and all lengths of one size: what fits, and how a peak grows.
         if is_last or is_longest:
             both = is_last and is_longest
             yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=both)
     precisions = config.precisions if device != "cpu" else ["float32"]
-    for size, low, phase, context in product(config.sizes, precisions, PHASES, by_length):
-        yield point(MEASURED, size, context, low, phases=(phase,))
-    checkpointed = {
+    for size, dtype, phase, context in product(config.sizes, precisions, PHASES, by_length):
+        yield point(MEASURED, size, context, dtype, phases=(phase,))
+    repeats_of_checkpointed = {
         # Counting takes as long at any length, and short of memory are those who train long ones.
         (config.counted_checkpoint_size, max(contexts, default=by_length[-1])): 0,
         (config.checkpoint_size, by_length[-1]): config.repeats,
     }
-    for (size, context), repeats in checkpointed.items():
-        lengths = [n for n in range(1, SIZES[size].n_layers + 1) if SIZES[size].n_layers % n == 0]
+    for (size, context), repeats in repeats_of_checkpointed.items():
+        n_layers = SIZES[size].n_layers
+        # Segments of equal length: the layers' divisors.
+        lengths = [length for length in range(1, n_layers + 1) if n_layers % length == 0]
         segments = [NO_CHECKPOINTS, *lengths]
         yield point(worker.CHECKPOINT, size, context, segments=segments, repeats=repeats)
 
@@ -108,21 +111,25 @@ def peaks(results: Results, method: str) -> pd.DataFrame:
 
 def counted_against_measured(results: Results) -> pd.DataFrame:
     """Return configurations that were both counted and measured."""
-    by_method = [
-        peaks(results, method).set_index(PEAK_KEYS)["peak_bytes"] for method in (MEASURED, COUNTED)
-    ]
-    return pd.concat(
-        by_method, axis=1, join="inner", keys=["measured_bytes", "counted_bytes"]
-    ).reset_index()
+    columns = [*PEAK_KEYS, "peak_bytes"]
+    measured = peaks(results, MEASURED)[columns]
+    counted = peaks(results, COUNTED)[columns]
+    table = measured.merge(counted, on=PEAK_KEYS, suffixes=("_measured", "_counted"))
+    return table.rename(
+        columns={
+            "peak_bytes_measured": "measured_bytes",
+            "peak_bytes_counted": "counted_bytes",
+        }
+    )
 
 
 def by_context(results: Results) -> pd.DataFrame:
     """Return counted peaks of models with several contexts, and their ratio to the shortest's."""
     table = peaks(results, COUNTED)
     keys = ["device", "size", "precision", "phase"]
-    table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values(
-        [*keys, "context_length"]
-    )
+    # A model with one context has nothing to grow from.
+    table = table[table.groupby(keys)["context_length"].transform("nunique") > 1]
+    table = table.sort_values([*keys, "context_length"])
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
     table = table.assign(
         times_the_shortest=table["peak_bytes"] / shortest,
@@ -142,7 +149,7 @@ def parts_of_peak(results: Results) -> pd.DataFrame:
     keys = ["size", "context_length", "batch", "peak_bytes"]
     long = full_steps(results).melt(keys, PART_BYTES, "part", "bytes").dropna()
     steps = labels(long, ["size", "context_length"])
-    # every bar ends at 100%, so its name has its size
+    # Every bar ends at 100%, so its name says how many bytes that is.
     sizes = long["peak_bytes"].map(format_bytes)
     long = long.assign(
         part=long["part"].str.removesuffix("_bytes"),
@@ -168,6 +175,7 @@ def allocations(results: Results) -> pd.DataFrame:
     columns = ["size", "context_length", "operator", "line", "part_of_step", "n_bytes", "times"]
     rows = results.rows([*columns, "at_peak_bytes"], table="allocation")
     table = rows.sort_values("at_peak_bytes", ascending=False, ignore_index=True)
+    # "_softmax" is an operator of torch's, whose underscore says nothing to a reader.
     return table.assign(operator=[name.lstrip("_") for name in table["operator"]])
 
 
@@ -203,6 +211,7 @@ LAB = Lab(
     summary="Where a training step's memory goes, what checkpointing saves, what still fits.",
     config=MemoryConfig,
     smoke={"counted_sizes": ["nano", "mini"], "counted_checkpoint_size": "nano"},
+    # Contexts as in data/reference/memory_peaks.csv.
     paper={
         "sizes": ["small", "medium", "large", "xl", "2.7B"],
         "contexts": [128, 256, 512],
@@ -235,9 +244,8 @@ LAB = Lab(
             id="where_it_goes",
             text="What is the peak of a full step made of?",
             table=parts_of_peak,
-            pick=lambda table: table[table["peak_bytes"] == table["peak_bytes"].max()][
-                "bytes"
-            ].idxmax(),
+            # The largest part of the highest peak: within a peak, "bytes" decides.
+            pick=lambda table: table.sort_values(["peak_bytes", "bytes"]).index[-1],
             verdict="counted",
             configuration=("size", "batch", "context_length"),
             says="At {context_length} tokens, {of_peak_percent}% of {size}'s peak is {part}.",

@@ -26,8 +26,9 @@ INFERENCE = "inference"
 FORWARD = "forward"
 FULL_STEP = "full_step"
 NO_CHECKPOINTS = 0  # the segment length that stands for no checkpointing
-HEADROOM = 1.1  # over the formulas
-# of a gradient, relative to the largest of its tensor: the same operators run again
+# Over the formulas, which leave out what operators allocate for a moment.
+HEADROOM = 1.1
+# Of a gradient, relative to the largest of its tensor: the same operators run again.
 MAX_ERROR = 1e-4
 
 
@@ -96,7 +97,7 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     """Yield one row: the peak of each repeat of the phase, after a warm-up run."""
     (phase,) = point.phases
     if torch.device(point.device).type == "cuda":
-        # CUDA's libraries allocate their workspaces before anything is recorded
+        # CUDA's libraries allocate their workspaces before anything is recorded.
         for precision in AUTOCAST_DTYPES:
             TrainingStep(
                 SIZES["nano"], batch=1, context_length=16, device=point.device, precision=precision
@@ -115,9 +116,8 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
             _write_snapshot(point, run)
         del step, run
     peaks = list(record.peaks.values())
-    yield {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks} | predict_peak(
-        point, phase
-    )
+    row = {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks}
+    yield row | predict_peak(point, phase)
 
 
 def _write_snapshot(point: MemoryPoint, run: Callable[[], Any]) -> None:
@@ -133,6 +133,7 @@ def _write_snapshot(point: MemoryPoint, run: Callable[[], Any]) -> None:
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     arguments = _step_arguments(point)
     extrapolated = None
+    # Details are of each single allocation, which a step of fewer layers does not have.
     if point.phases == (FULL_STEP,) and not point.has_details:
         extrapolated = extrapolate_full_step(**arguments)
     if extrapolated is not None:
@@ -194,5 +195,6 @@ def _run_with_segment(step: TrainingStep, segment: int) -> None:
     try:
         step.run()
     except Exception:
-        step.drop_gradients()  # and the graph: others need the memory
+        # Out of memory, the others need that of the gradients and the graph.
+        step.drop_gradients()
         raise

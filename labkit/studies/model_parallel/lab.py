@@ -82,19 +82,21 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
     for world_size in config.world_sizes:
         point = partial(ModelParallelPoint.on, machine, config, world_size)
         ways: tuple[str, ...] = WAYS
+        # A rank has at least one core: alone, it would have more than its share of them.
         if device == "cpu" and ranks_here(world_size) > machine.cores:
-            ways = tuple(way for way in WAYS if way != WHOLE)  # it would have more cores
+            ways = tuple(way for way in WAYS if way != WHOLE)
         for width in widths:
             yield point(
                 sweep="tensor", alternatives=ways, widths=(width,), model="", micro_batches=()
             )
-        layers = max(config.layers, 2 * world_size)  # for two stages per rank
+        layers = max(config.layers, 2 * world_size)  # interleaved, a rank has two stages
         pipeline = partial(point, sweep="pipeline", alternatives=SCHEDULES, model="", layers=layers)
-        # If none fits, the point says why it is skipped.
         fitting = [
             width for width in widths if pipeline(widths=(width,)).skip_reason(machine) is None
         ]
+        # If none fits, the point says why it is skipped.
         yield pipeline(widths=tuple(fitting or widths))
+        # All axes train on the same batch: each rank's sequences, taken together.
         yield point(
             sweep="axes",
             alternatives=tuple(config.axes),
@@ -106,9 +108,9 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
 def sent(results: Results) -> pd.DataFrame:
     """Return calls, bytes and seconds per step, measured and predicted."""
     keys = [*TENSOR_KEYS, "way"]
-    frame = results.frame.reindex(columns=dict.fromkeys(["sweep", *results.frame]))
-    table = most_sent(frame[frame["sweep"] == "tensor"], keys)
+    table = most_sent(results.frame, keys)
     medians = TENSOR_TIME.medians(results.frame)[[*keys, "seconds"]]
+    # Predicted: an equal share of one rank's time, and messages that nothing hides.
     whole_s = join(table.assign(way=WHOLE), medians, keys, "left")["seconds"].astype(float)
     table = join(table, medians, keys, "left")
     return table.assign(
@@ -127,7 +129,8 @@ def pipelines(results: Results) -> pd.DataFrame:
     table = rows.groupby(list(PIPELINE_KEYS), sort=False)[["busy", *values]].median().reset_index()
     work_s = table["seconds"] - table["idle_s"]
     step_s = work_s / table["formula_busy"] + predict_messages_s(table, results)
-    table = table.astype({"width": int, "micro_batches": int})  # floats beside rows of other sweeps
+    # Floats in the frame, where rows of other sweeps have none; a name says "2", not "2.0".
+    table = table.astype({"width": int, "micro_batches": int})
     kinds = labels(table, ["schedule", "micro_batches"])
     return table.drop(columns=["calls", "sent_bytes"]).assign(
         kind=kinds, predicted_busy=work_s / step_s
@@ -139,16 +142,21 @@ def tasks(results: Results) -> pd.DataFrame:
 
     The unit of time is a forward pass through a rank's layers; a backward pass takes two.
     """
-    rows = [
-        (f"{name}, rank {rank}", task.kind, start_s / chunks, (end_s - start_s) / chunks)
-        for name, chunks in ((name, 1 + (name == "interleaved")) for name in SCHEDULES)
-        for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=chunks)))
-        for task, start_s, end_s in times
-    ]
-    table = pd.DataFrame(
-        rows, columns=["lane", "task", "time_in_forward_passes", "duration_in_forward_passes"]
-    )
-    return table.replace({"F": "forward", "B": "backward"})
+    rows = []
+    for name in SCHEDULES:
+        # A simulated forward pass is of a stage: interleaved, half of a rank's layers.
+        chunks = 2 if name == "interleaved" else 1
+        for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=chunks))):
+            for task, start, end in times:
+                rows.append(
+                    {
+                        "lane": f"{name}, rank {rank}",
+                        "task": {"F": "forward", "B": "backward"}[task.kind],
+                        "time_in_forward_passes": start / chunks,
+                        "duration_in_forward_passes": (end - start) / chunks,
+                    }
+                )
+    return pd.DataFrame(rows)
 
 
 def axes(results: Results) -> pd.DataFrame:
@@ -157,21 +165,6 @@ def axes(results: Results) -> pd.DataFrame:
     return join(times, AXIS_PEAK.largest(results.frame), AXIS_TIME.columns, "outer")
 
 
-WIDTH = "At what width does splitting a model across ranks pay off?"
-TRANSPORT = "Is tensor parallelism faster through shared memory than with torch's collectives?"
-SENDS = "Does tensor parallelism send the bytes that the formula says?"
-WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
-BUSY = Bars(
-    source=pipelines, x="kind", y="busy", hue="rank", panel="world_size", reference="formula_busy"
-)
-GANTT = Timeline(
-    source=tasks,
-    x="time_in_forward_passes",
-    y="duration_in_forward_passes",
-    lane="lane",
-    hue="task",
-)
-HOLDS = "Does a pipeline hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
     name="model_parallel",
     title="Model parallelism",
@@ -201,64 +194,91 @@ LAB = Lab(
     alternatives=("way", "axis", "schedule"),
     names=NAMES,
     questions=[
-        *(
-            Compare(
-                id=name,
-                text=text,
-                metric=TENSOR_TIME,
-                baseline=baseline,
-                among=among,
-                figure=figure,
-            )
-            for name, text, baseline, among, figure in (
-                (
-                    "width",
-                    WIDTH,
-                    ALL_CORES,
-                    SPLIT,
-                    Lines(source=TENSOR_TIME, x="width", panel="world_size"),
-                ),
-                ("transport", TRANSPORT, TORCH, (SHARED,), None),
-                (
-                    "sequence",
-                    "Does sequence parallelism save time?",
-                    SHARED,
-                    (SHARED + SEQUENCE,),
-                    None,
-                ),
-            )
+        Compare(
+            id="width",
+            text="At what width does splitting a model across ranks pay off?",
+            metric=TENSOR_TIME,
+            # With fewer cores than the ranks have together, one rank would lose by these alone.
+            baseline=ALL_CORES,
+            among=SPLIT,
+            figure=Lines(source=TENSOR_TIME, x="width", panel="world_size"),
         ),
-        *(
-            Check(
-                id=name,
-                text=text,
-                table=table,
-                measured=name,
-                predicted=f"formula_{name}",
-                within=within,
-                subject=subject,
-                reference="the formula",
-                figure=figure,
-            )
-            for name, text, within, subject, table, figure in (
-                ("sent_bytes", SENDS, 1.01, "bytes sent", sent, None),
-                ("busy", WORKS, 1.15, "shares", pipelines, BUSY),
-                ("held", HOLDS, 1.01, "counts", pipelines, GANTT),
-            )
+        Compare(
+            id="transport",
+            text=(
+                "Is tensor parallelism faster through shared memory than with torch's collectives?"
+            ),
+            metric=TENSOR_TIME,
+            baseline=TORCH,
+            among=(SHARED,),
         ),
-        *(
-            Compare(
-                id=name,
-                text=text,
-                metric=metric,
-                baseline=DATA,
-                is_expected=metric is AXIS_PEAK,  # each rank has a part
-                figure=Bars(source=axes, x="axis", y=metric.value, panel="world_size"),
-            )
-            for name, text, metric in (
-                ("axis", "Which axis trains a model fastest on these ranks?", AXIS_TIME),
-                ("axis_memory", "Which axis needs the least memory on a rank?", AXIS_PEAK),
-            )
+        Compare(
+            id="sequence",
+            text="Does sequence parallelism save time?",
+            metric=TENSOR_TIME,
+            baseline=SHARED,
+            among=(SHARED + SEQUENCE,),
+        ),
+        Check(
+            id="sent_bytes",
+            text="Does tensor parallelism send the bytes that the formula says?",
+            table=sent,
+            measured="sent_bytes",
+            predicted="formula_sent_bytes",
+            within=1.01,
+            subject="bytes sent",
+            reference="the formula",
+        ),
+        Check(
+            id="busy",
+            text="Does each rank of a pipeline work for the share of a step that the formula says?",
+            table=pipelines,
+            measured="busy",
+            predicted="formula_busy",
+            # The formula has stages that take equally long, and messages that take no time.
+            within=1.15,
+            subject="shares",
+            reference="the formula",
+            figure=Bars(
+                source=pipelines,
+                x="kind",
+                y="busy",
+                hue="rank",
+                panel="world_size",
+                reference="formula_busy",
+            ),
+        ),
+        Check(
+            id="held",
+            text="Does a pipeline hold as many micro-batches at once as its schedule says?",
+            table=pipelines,
+            measured="held",
+            predicted="formula_held",
+            within=1.01,
+            subject="counts",
+            reference="the formula",
+            figure=Timeline(
+                source=tasks,
+                x="time_in_forward_passes",
+                y="duration_in_forward_passes",
+                lane="lane",
+                hue="task",
+            ),
+        ),
+        Compare(
+            id="axis",
+            text="Which axis trains a model fastest on these ranks?",
+            metric=AXIS_TIME,
+            baseline=DATA,
+            figure=Bars(source=axes, x="axis", y="seconds", panel="world_size"),
+        ),
+        Compare(
+            id="axis_memory",
+            text="Which axis needs the least memory on a rank?",
+            metric=AXIS_PEAK,
+            baseline=DATA,
+            is_expected=True,  # with every other axis, a rank has a part of the model or sequence
+            figure=Bars(source=axes, x="axis", y="peak_bytes", panel="world_size"),
         ),
     ],
 )

@@ -22,7 +22,8 @@ WAYS = (ALL_CORES, WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
 without."""
 HEADS = 8
 VOCABULARY = 128
-# of AdamW; `eps` is above the rounding of a gradient
+# Of AdamW. Ranks add gradients in another order than one process: with `eps` below their rounding,
+# the sign of noise would decide an update.
 SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}
 LEAST_TASK_S = 0.005  # of a forward pass through a stage, so that messages hide no bubble
 COPIES = 5  # of the parameters per alternative: parameters, gradients, two states, messages
@@ -58,7 +59,8 @@ class ModelParallelPoint(ModelPoint):
         copies: float = COPIES
         if self.sweep == "pipeline":
             trainers *= len(self.micro_batches)
-            copies = 1 + (COPIES - 1) / self.world_size  # a whole model, and its stages' training
+            # Each rank builds the whole model and trains its stages.
+            copies = 1 + (COPIES - 1) / self.world_size
         return 4 * n_parameters(self.shape) * (COPIES + copies * trainers)
 
     def skip_reason(self, machine: "Machine") -> str | None:

@@ -72,7 +72,7 @@ class Problem:
         )
 
     def build(self) -> Transformer:
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # all trainings, on all ranks, begin with the same parameters
         with torch.device(self.device):
             return Transformer(self.point.shape, context_length=self.point.context_length)
 
@@ -155,21 +155,24 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
     """Train a pipeline, whose stages are balanced by their parameters."""
     model = problem.build()
     layers = [model.embedding, *model.layers, nn.Sequential(model.norm, model.output)]
+    # FLOPs grow with the parameters, but for an embedding's, which are only looked up.
     costs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    costs[0] = 0  # an embedding's are only looked up
+    costs[0] = 0
     pipeline = Pipeline(layers, schedule=schedule, micro_batches=micro_batches, costs=costs)
     idle_s: list[float] = []
 
     def passes() -> None:
         start = time.perf_counter()
         pipeline.step(problem.inputs, problem.targets, language_model_loss)
-        busy_s = sum(task.end_s - task.start_s for task in pipeline.times)  # waits for a GPU
+        # Reading the times waits for a GPU, so the clock is read after that.
+        busy_s = sum(task.end_s - task.start_s for task in pipeline.times)
         idle_s.append(time.perf_counter() - start - busy_s)
 
+    # Stages go around the ranks: rank r has the stages r, r + p, ...
     owners = [
         (layers[number], stage % pipeline.ranks)
-        for stage, own in enumerate(pipeline.stages)
-        for number in own
+        for stage, layer_numbers in enumerate(pipeline.stages)
+        for number in layer_numbers
     ]
     optimizer = AdamW(pipeline.parameters(), **SETTINGS)
     return Trainer(optimizer, passes, partial(gather_parts, model, owners), pipeline, idle_s)
@@ -194,23 +197,28 @@ AXES: dict[str, Callable[[Problem], Trainer]] = {
 
 def describe_traffic(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[str, Any]:
     """Return collectives, bytes and micro-batches of a step, with the formulas."""
-    if SHARED not in name and trainer.pipeline is None:
+    pipeline = trainer.pipeline
+    # Of torch's collectives only the call is seen, not the messages.
+    if SHARED not in name and pipeline is None:
         return {}
     row, calls = count_traffic(trainer.passes)
     p = dist.get_world_size()
-    pipeline = trainer.pipeline
     if pipeline is not None:
-        share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)
-        held = {
+        idle_share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)
+        return row | {
             "held": pipeline.peak_held,
             "formula_held": peak_activations(pipeline.schedule[pipeline.rank]),
+            "formula_busy": 1 - idle_share,
         }
-        return row | held | {"formula_busy": 1 - share}
-    algorithm = next(
-        (call.algorithm for call in calls if call.collective == "all_reduce"), "butterfly"
+    # It is chosen by size. Sequence parallelism may have no all-reduce: then any formula will do.
+    algorithms = [call.algorithm for call in calls if call.collective == "all_reduce"]
+    algorithm = algorithms[0] if algorithms else "butterfly"
+    formula = tensor_parallel_calls(
+        point.shape,
+        point.batch,
+        point.context_length,
+        p,
+        sequence_parallel=name.endswith(SEQUENCE),
     )
-    size = (point.shape, point.batch, point.context_length)
-    is_sequence = name.endswith(SEQUENCE)
-    formula = tensor_parallel_calls(*size, p, sequence_parallel=is_sequence)
     sent = sent_bytes(formula, p, all_reduce=ALL_REDUCE_COSTS[algorithm])
     return row | {"formula_sent_bytes": sent}

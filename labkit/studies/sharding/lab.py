@@ -83,6 +83,7 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
     is_cpu = machine.device(config.device) == "cpu"
     names = config.implementations
     transports = config.transports if is_cpu else [AUTO]
+    # Not all pairs: what an optimizer costs does not depend on how its gradients have come.
     pairs = [
         *product(config.optimizers[:1], transports),
         *product(config.optimizers, transports[:1]),
@@ -110,12 +111,12 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
 def held(results: Results) -> pd.DataFrame:
     """Return the bytes that a rank keeps from step to step, by stage and part, with the formula."""
     keys = ["size", "world_size", "implementation"]
-    columns = {part: [f"{part}_bytes", f"formula_{part}_bytes"] for part in PARTS}
-    rows = results.rows([*keys, *(name for pair in columns.values() for name in pair)])
-    groups = rows.dropna(subset=columns[PARTS[0]]).groupby(keys, sort=False)
     tables = []
-    for part, pair in columns.items():
-        most = groups[pair].max().set_axis(["held_bytes", "formula_bytes"], axis=1)
+    for part in PARTS:
+        columns = {f"{part}_bytes": "held_bytes", f"formula_{part}_bytes": "formula_bytes"}
+        # Rows of torch's implementations have no formula: how it shards is not labkit's to say.
+        rows = results.rows([*keys, *columns]).dropna().rename(columns=columns)
+        most = rows.groupby(keys, sort=False)[["held_bytes", "formula_bytes"]].max()
         tables.append(most.reset_index().assign(part=part))
     return pd.concat(tables, ignore_index=True)
 
@@ -129,6 +130,7 @@ def sent(results: Results) -> pd.DataFrame:
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
     rows = results.rows([*keys, *values]).dropna(subset="collective")
     table = rows.groupby(keys, sort=False)[values].max().reset_index()
+    # The ZeRO paper counts in this unit: an all-reduce sends 2, and ZeRO-3 3.
     share = (table["world_size"] - 1) / table["world_size"]
     ratio = table["sent_bytes"] / table["model_bytes"] / share
     return table.assign(sent_over_model=ratio.astype(float))
@@ -141,6 +143,7 @@ def largest_models(results: Results) -> pd.DataFrame:
     """
     columns = ["world_size", "host_ranks", "device", "batch", "context_length"]
     table = results.rows(columns, kind="memory").drop_duplicates("world_size")
+    # Runs without that column had one host.
     points = table.fillna({"host_ranks": table["world_size"]}).to_dict("records")
     rows: list[dict[str, Any]] = []
     for point, stage, (model, shape) in product(points, STAGES, SIZES.items()):
@@ -164,10 +167,10 @@ def largest_models(results: Results) -> pd.DataFrame:
     if not rows:
         return pd.DataFrame()
     table = pd.DataFrame(rows)
-    fitting = table[table["needed_bytes"] <= table["memory_bytes"]].sort_values(
-        "needed_bytes", kind="stable"
-    )
+    fitting = table[table["needed_bytes"] <= table["memory_bytes"]]
+    fitting = fitting.sort_values("needed_bytes", kind="stable")
     table = fitting.groupby(["world_size", "implementation"]).tail(1).sort_index(ignore_index=True)
+    # FSDP's largest model is told next to DDP's: one without the other says little.
     unsharded = table[table["implementation"] == NAMES[DDP]].set_index("world_size")["model"]
     return table.assign(with_ddp=table["world_size"].map(unsharded))
 

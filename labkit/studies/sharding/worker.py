@@ -40,9 +40,10 @@ OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
 AdamW's `eps` is above the rounding of a gradient, which three ranks add in another order than one
 process. SGD's `lr` makes an update large compared with rounding.
 """
-# of the bytes held: small tensors may lie in memory that the process had before
+# Of the bytes held, that a peak must show: small tensors may lie in memory that the process had
+# before, and below `MIN_HELD_BYTES` most tensors do.
 MIN_PEAK_SHARE = 0.98
-MIN_HELD_BYTES = 2**20  # below, most tensors lie there
+MIN_HELD_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
     device = use_device(point.device)
     transport = point.transport
     if device == "cpu" and transport != POINT_TO_POINT:
+        # A row names the transport that was used, which "auto" does not.
         transport, reason = transport_in_use()
         if point.transport not in (AUTO, transport):
             for name in point.implementations:
@@ -98,12 +100,14 @@ def make_trainer(name: str, point: ShardingPoint, workload: Workload) -> Trainer
 def _train_in_one_process(point: ShardingPoint, device: str) -> tuple[Workload, Reference]:
     """Return this rank's workload, and the parameters after a training in one process."""
     workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
-    workloads[0] = workloads[0].copied()
+    # All begin with the first one's parameters: a rank's seed is for its batch.
+    build = workloads[0].copied().build
+    workloads[0] = Workload(build, workloads[0].loss)
     optimizer, settings = OPTIMIZERS[point.optimizer]
     reference = train_in_one_process(
         workloads, lambda model: optimizer(model.parameters(), **settings)
     )
-    return Workload(workloads[0].build, workloads[dist.get_rank()].loss), reference
+    return Workload(build, workloads[dist.get_rank()].loss), reference
 
 
 def _check(
@@ -179,10 +183,10 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
     }
     workload = make_workload(point, device, dist.get_rank()).copied()
     gc.collect()
-    # libraries' objects stay: looking at them each time would take a tenth of this point's time
+    # Libraries' objects stay: looking at them each time would take a tenth of this point's time.
     gc.freeze()
     for name, row in rows.items():
-        # the one before, which is full of cycles, would be freed within this one's peak
+        # The one before, which is full of cycles, would be freed within this one's peak.
         gc.collect()
         dist.barrier()
         if row["status"] == "ok":
@@ -196,6 +200,7 @@ def _measure_one(
     with process_peak(device) as resting:
         trainer = make_trainer(name, point, workload)
         trainer.run()  # allocates optimizer state and buffers
+    # Not `trainer.run`, which drops the gradients: a rank holds them from step to step.
     with process_peak(device) as step:
         trainer.forward()
         trainer.backward()
@@ -205,11 +210,12 @@ def _measure_one(
     if name in STAGES:
         states = state_bytes(n_parameters(SIZES[point.size]), name, dist.get_world_size())
         formula = {f"formula_{part}_bytes": states[part] for part in PARTS}
+    # What the trainer holds at rest, and what a step adds to that.
     peak = None
     if resting.end_bytes is not None and step.growth_bytes is not None:
         peak = resting.end_bytes + step.growth_bytes
     reason = _no_peak_reason(peak, sum(held.values()))
-    # The largest of the other ranks would be too low.
+    # A point's peak is the largest of all ranks: without one of them it would be too low.
     if max_over_ranks(float(reason is not None)) > 0:
         return held | formula | refusal_columns(reason or "another rank has no peak")
     return held | formula | {"peak_bytes": peak}

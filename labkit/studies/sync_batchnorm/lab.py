@@ -70,9 +70,9 @@ def split(results: Results) -> pd.DataFrame:
     Of that, collectives take `collectives_s` by themselves. The rest is the layer's arithmetic, and
     waiting for a slower rank.
     """
-    samples = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}).samples(
-        results.frame
-    )
+    # `TIME` leaves the collectives alone out: they are no layer that could be faster.
+    times = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH})
+    samples = times.samples(results.frame)
     wide = samples.pivot_table(
         index=[*CONFIGURATION, "repeat"], columns="alternative", values="seconds"
     )
@@ -91,6 +91,7 @@ LAB = Lab(
     title="SyncBatchNorm",
     summary="What normalizing over the batch of all ranks costs a layer, and where that goes.",
     config=SyncBatchNormConfig,
+    # As in data/reference/sync_batchnorm.csv: 10,000 calls.
     paper={"world_sizes": [2], "calls": 10, "warmup": 10, "repeats": 1000},
     on_gpu={"world_sizes": [2, 8], "calls": 10},
     worker=worker.measure,

@@ -52,7 +52,7 @@ TENSORS = (
 # Relative to a channel's largest expected value. Float32 stays far below it. If one rank of 16 is
 # missing, a mean, a variance or a sum of gradients is off by a hundredth or more.
 TOLERANCE = 1e-4
-# of the whole batch on a rank: inputs and gradients of every layer, exact results in float64
+# Of the whole batch on a rank: inputs and gradients of every layer, exact results in float64.
 N_COPIES = 30
 
 
@@ -95,12 +95,15 @@ class Batch:
     def __init__(self, point: SyncBatchNormPoint, device: str) -> None:
         rank = dist.get_rank()
         ranks = dist.get_world_size()
+        # Drawn on the CPU, so that every device has the same numbers.
         whole = torch.randn(
             point.batch, point.features, generator=torch.Generator().manual_seed(point.seed)
         )
         bounds = [point.batch * index // ranks for index in range(ranks + 1)]
+        # Shifted by the rank: statistics of one rank's rows are far from those of the whole.
         for index in range(ranks):
             whole[bounds[index] : bounds[index + 1]] += index
+        # As in the published benchmark: the loss is a sum over the first half of the batch.
         gradient = torch.zeros(point.batch, point.features)
         gradient[: point.batch // 2] = 1
         self.whole = whole.to(device)
@@ -120,10 +123,11 @@ class Layer:
     def __init__(self, name: str, batch: Batch):
         self.name = name
         rows = batch.rows_for(name)
-        # no view: only this is saved by reference
+        # Cloned: of a view, autograd would hold the whole batch, and the peak would count it.
         self.x = batch.whole[rows].clone().requires_grad_()
         self.gradient = batch.gradient[rows].clone()
         self.layer = _with_affine(LAYERS[name](self.x.shape[1])).to(self.x.device)
+        # Several: the clock runs all forward passes of a sample, then all backward passes.
         self.outputs: list[Tensor] = []
 
     def forward(self) -> None:
@@ -148,10 +152,9 @@ def _collectives(features: int, device: str) -> dict[str, Callable[[], Any]]:
 
     Three numbers per feature and the count are gathered, two sums reduced.
     """
-    statistics = torch.zeros(
-        dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device
-    )
-    sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
+    # Zeros, which no number of all-reduces makes overflow.
+    statistics = torch.zeros(dist.get_world_size() * (3 * features + 1), device=device)
+    sums = torch.zeros(2 * features, device=device)
     forward = partial(all_gather, statistics)
     backward = partial(all_reduce, sums, op="sum")
     return {FORWARD: forward, BACKWARD: backward, BOTH: lambda: (forward(), backward())}
@@ -185,7 +188,8 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
             actions = _collectives(point.features, device)
             tensor = torch.empty(2 * point.features, device=device)
             return status_columns(first_wrong(partial(all_reduce, op="sum"), tensor)), actions
-        layer = layers[name] = Layer(name, batch)
+        layer = Layer(name, batch)
+        layers[name] = layer
         actions = {FORWARD: layer.forward, BACKWARD: layer.backward, BOTH: layer.run}
         if _is_idle(name):  # its rounds only keep this rank in step with rank 0
             actions = dict.fromkeys(actions, lambda: None)
@@ -224,6 +228,7 @@ def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
     layer.forward()
     output = layer.outputs[-1].detach()
     dx, *affine = layer.compute_gradients(gradient[batch.rows_for(layer.name)])
+    # A synchronized layer leaves these local: a wrapper of data parallelism adds them up.
     if layer.name not in (PLAIN, WHOLE):
         for one in affine:
             dist.all_reduce(one)
