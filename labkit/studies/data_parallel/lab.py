@@ -24,14 +24,7 @@ from labkit.parallel.data_parallel import (
     register,
 )
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.data_parallel.worker import (
-    DEFAULT_BUCKETS,
-    EVERY,
-    LAST,
-    WAITING,
-    DataParallelPoint,
-    measure,
-)
+from labkit.studies.data_parallel import worker
 from labkit.studies.shared import tasks
 from labkit.studies.shared.tables import WRAPPER_NAMES, add_up
 from labkit.studies.shared.verification import verify_wrapper
@@ -64,13 +57,14 @@ class DataParallelConfig(DeviceConfig):
 
 
 CONFIGURATION = ("workload", "world_size", "backend", "device", "batch", "context_length")
+KEYS = [*CONFIGURATION, "implementation"]
 STEP_PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 
 
 def _add_phases(rows: pd.DataFrame) -> pd.DataFrame:
     """Return one row per step of a rank. Backward alone would promise more than a step gains."""
     rows = rows[rows["phase"].isin(STEP_PHASES)]
-    return add_up(rows, [*CONFIGURATION, "implementation", "rank", "repeat"])
+    return add_up(rows, [*KEYS, "rank", "repeat"])
 
 
 TIME = Metric(
@@ -100,13 +94,13 @@ AT = {"world_size": None, **LARGEST}
 """Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
     **WRAPPER_NAMES,
-    DEFAULT_BUCKETS: "the default size",
-    EVERY: "averaging after every micro-batch",
-    LAST: "a step under no_sync",
+    worker.DEFAULT_BUCKETS: "the default size",
+    worker.EVERY: "averaging after every micro-batch",
+    worker.LAST: "a step under no_sync",
 }
 
 
-def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
+def points(config: DataParallelConfig, machine: Machine) -> Iterator[worker.DataParallelPoint]:
     """Plan all wrappers; accumulation on the first workload, the rest on the last."""
     device = machine.device(config.device)
     names = config.implementations
@@ -121,7 +115,7 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
         if ranks_here(world_size) <= most
     ]
     for world_size, workload in product([*config.world_sizes, *further], config.workloads):
-        point = partial(DataParallelPoint.on, machine, config, world_size, workload=workload)
+        point = partial(worker.DataParallelPoint.on, machine, config, world_size, workload=workload)
         # One rank has nothing to average: only the bare model is timed.
         sweeps = list(_sweeps(config, names if world_size > 1 else [], workload))
         sizes = [*product(config.batches, config.context_lengths)]
@@ -163,10 +157,9 @@ def communication(results: Results) -> pd.DataFrame:
     the same collectives after backward. `hidden_percent`: the part of `alone_s` that overlapping
     with backward hides.
     """
-    keys = [*CONFIGURATION, "implementation"]
     samples = PHASES.samples(results.frame)
-    wide = samples.pivot_table(index=[*keys, "repeat"], columns="phase", values="seconds")
-    wide = wide.reindex(columns=[*STEP_PHASES, WAITING])
+    wide = samples.pivot_table(index=[*KEYS, "repeat"], columns="phase", values="seconds")
+    wide = wide.reindex(columns=[*STEP_PHASES, worker.WAITING])
     wide = wide.assign(step_s=wide[list(STEP_PHASES)].sum(axis=1)).reset_index()
     # Differences are of the same round: slow minutes of the machine slow both.
     is_local = wide["implementation"] == LOCAL
@@ -174,11 +167,11 @@ def communication(results: Results) -> pd.DataFrame:
     rounds = wide[~is_local].merge(local, on=[*CONFIGURATION, "repeat"], suffixes=("", "_local"))
     rounds["longer_s"] = rounds["step_s"] - rounds["step_s_local"]
     rounds["exposed_s"] = rounds[BACKWARD] - rounds[f"{BACKWARD}_local"]
-    columns = ["step_s", "longer_s", "step_s_local", WAITING, "exposed_s"]
-    table = rounds.groupby(keys)[columns].median().reset_index()
-    table = table.rename(columns={WAITING: "waiting_s"})
+    columns = ["step_s", "longer_s", "step_s_local", worker.WAITING, "exposed_s"]
+    table = rounds.groupby(KEYS)[columns].median().reset_index()
+    table = table.rename(columns={worker.WAITING: "waiting_s"})
     table["same"] = table["implementation"].replace(SAME_COLLECTIVES)
-    alone = table[[*keys, "waiting_s"]].rename(
+    alone = table[[*KEYS, "waiting_s"]].rename(
         columns={"implementation": "same", "waiting_s": "alone_s"}
     )
     table = table.merge(alone, how="left", on=[*CONFIGURATION, "same"])
@@ -194,10 +187,8 @@ def communication(results: Results) -> pd.DataFrame:
 def throughput(results: Results) -> pd.DataFrame:
     """Return samples per second of all ranks, in percent of as many ranks without averaging."""
     rows = PHASES.samples(results.frame)
-    rows = rows[rows["phase"].isin(STEP_PHASES)]
-    rows = rows[rows["implementation"].isin([LOCAL, *BUCKETED])]
-    keys = [*CONFIGURATION, "implementation"]
-    steps = rows.groupby([*keys, "repeat"])["seconds"].sum().groupby(keys).median()
+    rows = rows[rows["phase"].isin(STEP_PHASES) & rows["implementation"].isin([LOCAL, *BUCKETED])]
+    steps = rows.groupby([*KEYS, "repeat"])["seconds"].sum().groupby(KEYS).median()
     table = steps.reset_index(name="step_s")
     table = table.sort_values("world_size", kind="stable", ignore_index=True)
     # Linear is by the fewest ranks: a larger number may share caches and memory.
@@ -211,10 +202,7 @@ def throughput(results: Results) -> pd.DataFrame:
 
 
 def bucketed_row(table: pd.DataFrame) -> Any:
-    """Return the index of labkit's bucketed wrapper in the last configuration it was measured in.
-
-    Without it, of the last row.
-    """
+    """Return the index of the last row of labkit's bucketed wrapper, or of all."""
     rows = table[table["implementation"] == "bucketed"]
     if rows.empty:
         rows = table
@@ -235,7 +223,6 @@ LAB = Lab(
     title="Data-parallel training",
     summary="How to average gradients over ranks, in which buckets, and what it costs a step.",
     config=DataParallelConfig,
-    smoke={"workloads": ["nano"]},
     # As in data/reference/ddp_compare_resnet50.csv and ddp_bucketed_xl_2gpu.csv.
     paper={
         "workloads": ["resnet50", "xl"],
@@ -256,7 +243,7 @@ LAB = Lab(
         "image_size": 224,
         "rounds_s": 3.0,
     },
-    worker=measure,
+    worker=worker.measure,
     verify=verify_wrapper,
     points=points,
     plugin_parameter="implementations",
@@ -309,7 +296,7 @@ LAB = Lab(
             id="bucket_size",
             text="Is another bucket size faster than the default?",
             metric=BUCKETS,
-            baseline=DEFAULT_BUCKETS,
+            baseline=worker.DEFAULT_BUCKETS,
             topic="bucket_size",
             advice="Use buckets of {name}{where}.",
             keep="Keep the default buckets (25 MiB, the first one 1 MiB).",
@@ -319,7 +306,7 @@ LAB = Lab(
             id="accumulation",
             text="Does no_sync save time if gradients are accumulated over micro-batches?",
             metric=ACCUMULATION,
-            baseline=EVERY,
+            baseline=worker.EVERY,
             advice="Accumulate gradients under no_sync{where}.",
         ),
         Compare(
