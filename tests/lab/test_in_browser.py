@@ -61,6 +61,13 @@ def _go_through(page, _, errors):
     assert errors == []
 
 
+# Those of a figure's lines and ground, and of each word of code.
+COLORS = """() => [
+  ...["--labkit-0", "--labkit-page"].map((name) =>
+    getComputedStyle(document.documentElement).getPropertyValue(name)),
+  ...[...document.querySelectorAll(".highlight span")].map((each) => getComputedStyle(each).color),
+]"""
+
 UNCUT = """() => [...document.querySelectorAll(".labkit-scroll")].map((box) =>
   [box.checkVisibility(), box.scrollHeight - box.clientHeight <= 1,
     box.scrollWidth - box.clientWidth <= 1])"""
@@ -78,6 +85,18 @@ def test_folded_tables_are_printed_whole_however_long_and_wide_they_are(tmp_path
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert not page.locator("details.labkit-numbers").get_attribute("data-printing")
     assert page.locator("details[open]").count() == 0
+
+
+def test_a_page_that_is_dark_on_the_screen_is_printed_in_the_colors_of_a_light_one(tmp_path, visit):
+    page_file = write_page(tmp_path, piece=cards.render_source(ALGORITHMS["ring"]))
+    pages = [visit(page_file, scheme)[0] for scheme in ("light", "dark")]
+    colors = []
+    for page in pages:
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.evaluate(CONTRASTS) == []
+        colors.append(page.evaluate(COLORS))
+    assert colors[0] == colors[1]
 
 
 def test_the_page_of_many_machines_opens_offline_fits_a_narrow_screen_and_runs_its_own_script_alone(

@@ -76,9 +76,9 @@ def code_style(scope: str = "") -> str:
     light, dark = (
         HtmlFormatter(style=style).get_style_defs(inside) for style in ("default", "github-dark")
     )
-    return (
-        f"{inside} {{ color: #1c2024 }}\n{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
-    )
+    # Paper is white, whatever the screen prefers.
+    in_dark = f"@media screen and (prefers-color-scheme: dark) {{ {dark} }}"
+    return f"{inside} {{ color: #1c2024 }}\n{light}\n{in_dark}"
 
 
 def mark_code(text: str) -> Markup:
