@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import cloudpickle
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from labkit.nn.flash_tiles import INTERPRETER_TILES, Tile
 from labkit.parallel import context_blocks
 from labkit.parallel.context import ring_attention, split_sequence
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.ranks import fork_server
 from tests.cases import thinned
 from tests.commands import carry_out
 from tests.nn.against_oracle import (
@@ -101,7 +103,7 @@ FIXED_CASES = [
     Case(50, 40, 64, False, BF16, leading=(1, 1), group=3, scale=0.3),
     Case(38, 80, 147, False, leading=(1,), group=2, contiguous=False),
 ]
-QUICK_CASES = [FIXED_CASES[place] for place in (3, 4, 5, 8, 9, 10)]
+QUICK_CASES = [FIXED_CASES[place] for place in (4, 5, 8, 9, 10)]
 RANDOM_CASES = _random_cases(200)
 DESCRIPTOR_CASES = [
     case for case in FIXED_CASES + RANDOM_CASES if case.head_dim % 8 == 0 and case.contiguous
@@ -166,10 +168,24 @@ def _ring_errors(dtype_name: str, is_causal: bool, layout: str) -> dict[str, flo
     ("dtype", "is_causal", "layout"),
     thinned(
         product(("float32", "bfloat16"), (True, False), ("zigzag", "contiguous")),
-        lambda *case: case in (("bfloat16", True, "zigzag"), ("float32", False, "contiguous")),
+        # Its blocks are masked, whole and left out.
+        lambda *case: case == ("bfloat16", True, "zigzag"),
     ),
 )
-def test_ring_attention_by_the_kernels(dtype: str, is_causal: bool, layout: str) -> None:
+def test_ring_attention_by_the_kernels(
+    dtype: str,
+    is_causal: bool,
+    layout: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    # The server of this process serves these ranks alone. They import neither this file nor pytest.
+    monkeypatch.setattr(
+        fork_server, "PRELOADED", ["labkit.nn.flash_attention", "labkit.parallel.context"]
+    )
+    for module in (sys.modules[__name__], sys.modules[differentiate.__module__]):
+        cloudpickle.register_pickle_by_value(module)
+        request.addfinalizer(partial(cloudpickle.unregister_pickle_by_value, module))
     limit = 4 * torch.finfo(getattr(torch, dtype)).eps
     for errors in run_ranks(_ring_errors, dtype, is_causal, layout, world_size=2):
         assert errors.keys() == {"output", "q", "k", "v"}
