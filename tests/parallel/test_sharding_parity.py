@@ -19,6 +19,7 @@ from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.messages import gather_json
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.transport import make_separate_transport
+from tests.cases import thinned
 from tests.parallel import data_parallel_cases
 from tests.parallel.data_parallel_cases import (
     SGD,
@@ -310,9 +311,14 @@ SITUATIONS = {
 }
 
 
-VARIANTS = ("ZeRO-2", "ZeRO-3, one unit", "ZeRO-3, not resharded", "ZeRO-3, by the backend")
-"""Most of their code is that of ZeRO-3: on three ranks each takes a quarter of the cases, and none
-of the optimizers."""
+ALTERNATIVES = (
+    "ZeRO-3",
+    "ZeRO-2",
+    "ZeRO-3, one unit",
+    "ZeRO-3, not resharded",
+    "ZeRO-3, by the backend",
+)
+"""They share most of their code: each trains every fifth case on three ranks, and all are slow."""
 
 
 ALREADY = {
@@ -346,31 +352,32 @@ AROUND_STEPS = {
 EVERY_CASE = CASES | SITUATIONS | OF_WRAPPERS
 
 
-def _cases_of(strategy: str, world_size: int) -> list[str]:
+def _cases_of(strategy: str) -> list[str]:
     names = [name for name, case in EVERY_CASE.items() if strategy not in case.without]
-    if strategy == "ZeRO-1":  # it has these wrappers
-        names = [name for name in names if name not in OF_WRAPPERS]
+    # It has the wrappers of those.
+    return [n for n in names if n not in OF_WRAPPERS] if strategy == "ZeRO-1" else names
+
+
+def _is_quick(world_size: int, strategy: str, name: str) -> bool:
+    if world_size != 3:
+        return False
+    if strategy == "ZeRO-1":
         # How a model computes is up to the wrapper; what changes parameters concerns the optimizer.
-        if world_size == 3:
-            names = [name for name in names if name in CASES or name in AROUND_STEPS]
-    if strategy in VARIANTS and world_size == 3:
-        # Cases of "plain" are about optimizers.
-        common = [
-            name
-            for name, case in EVERY_CASE.items()
-            if "ZeRO-3" not in case.without
-            and not (name in CASES and case.build is data_parallel_cases.plain)
-        ]
-        names = common[VARIANTS.index(strategy) :: len(VARIANTS)]
-    return names
+        return name in CASES or name in AROUND_STEPS
+    shared = [case for case in EVERY_CASE if "ZeRO-3" not in EVERY_CASE[case].without]
+    place = ALTERNATIVES.index(strategy)
+    return name in shared[place :: len(ALTERNATIVES)]
 
 
-TRAININGS = [
-    pytest.param(world_size, strategy, name, marks=[] if world_size == 3 else pytest.mark.slow)
-    for world_size in (3, 2, 4)
-    for strategy in STRATEGIES
-    for name in _cases_of(strategy, world_size)
-]
+TRAININGS = thinned(
+    (
+        (world_size, strategy, name)
+        for world_size in (3, 2, 4)
+        for strategy in STRATEGIES
+        for name in _cases_of(strategy)
+    ),
+    _is_quick,
+)
 
 
 @on_ranks()
