@@ -205,19 +205,16 @@ for module in sys.argv[1:]:
     before = set(sys.modules)
     __import__(module)
     print(module, *sorted((heavy - {"triton", "torch._dynamo"}) & (set(sys.modules) - before)))
+import labkit.studies.all_reduce.lab
+of_pages = {"matplotlib", "seaborn", "scipy.stats", "IPython", "nbconvert"}
+print("a lab", *sorted(of_pages & set(sys.modules)))
 """
 
 
-def test_what_a_rank_imports_is_light():
+def test_what_a_rank_imports_is_light_and_a_lab_is_loaded_without_what_only_its_page_needs():
     modules = [_module(path) for path in WORKERS]
     imported = subprocess.check_output([sys.executable, "-c", IMPORT, *modules], text=True)
-    assert imported.splitlines() == ["attention", *modules]
-
-
-def test_a_lab_is_loaded_without_what_only_its_page_needs():
-    code = "import sys, labkit.studies.all_reduce.lab; print(*sys.modules, sep='\\n')"
-    imported = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert not {"matplotlib", "seaborn", "scipy.stats", "IPython", "nbconvert"} & {*imported}
+    assert imported.splitlines() == ["attention", *modules, "a lab"]
 
 
 def test_environment_yml_is_in_step_with_pyproject():
