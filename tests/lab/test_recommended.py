@@ -17,7 +17,8 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS as ATTENTION
 from labkit.nn.attention_implementations import unavailable_reason
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import LOCAL
-from labkit.parallel.launch import run_ranks
+from tests.cases import thinned
+from tests.parallel.shared_ranks import on_ranks
 from tests.rehearsal.pages import recorded, run_of
 
 CPU = torch.device("cpu")
@@ -94,7 +95,12 @@ def train(code):
     return float(loss)
 
 
-@pytest.mark.parametrize(("attention", "precision"), [*product(EAGER, PRECISIONS)])
+@pytest.mark.parametrize(
+    ("attention", "precision"),
+    thinned(
+        product(EAGER, PRECISIONS), lambda *case: case[0] == EAGER[0] or case[1] == PRECISIONS[0]
+    ),
+)
 def test_the_printed_code_runs(attention, precision):
     train(write_code(Configuration(precision, attention), "nano", 16))
 
@@ -105,11 +111,7 @@ def test_the_printed_code_runs_compiled(changes):
     train(write_code(Configuration(**changes), "nano", 16))
 
 
-def train_each(codes):
-    return [train(code) for code in codes]
-
-
-def test_the_printed_code_runs_with_every_wrapper_on_several_ranks():
-    wrappers = [name for name in WRAPPERS if name != LOCAL]
-    codes = [write_code(Configuration(wrapper=name), "nano", 16) for name in wrappers]
-    assert len(run_ranks(train_each, codes, world_size=2)[0]) == len(wrappers)
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != LOCAL])
+def test_the_printed_code_runs_with_every_wrapper_on_several_ranks(wrapper):
+    train(write_code(Configuration(wrapper=wrapper), "nano", 16))
