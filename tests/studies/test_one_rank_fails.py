@@ -119,7 +119,7 @@ def _with_a_failure(case):
         current_alternative.begin = begin
 
 
-QUICK = ("sharding", "tuned_step", "cifar100", "limits")
+QUICK = ("sharding", "cifar100", "limits")
 
 
 @cache
