@@ -5,7 +5,7 @@ import pytest
 from tests.parallel import random_trainings
 from tests.parallel.shared_ranks import run_check
 
-QUICK = range(0, 44, 4)
+QUICK = (4, 16, 20, 24, 28, 36)
 """Two of these are refused, and between them they have each axis twice."""
 SEEDS = [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.slow) for seed in range(100)]
 
