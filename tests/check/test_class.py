@@ -57,11 +57,12 @@ def _record(home, *, minutes=0, own=None, wrong=False, busy=False, slower=1.0, *
     student's own code."""
     source = max((recorded_directory() / "all_reduce").glob("*.jsonl"))
     first, *lines = map(json.loads, source.read_text().splitlines())
-    # one sweep over two ranks: a class page reads every run of every student
+    # two sizes on two ranks: a class page reads every run of every student
     first["planned"] = {
         id: point
         for id, point in first["planned"].items()
-        if point["sweep"] == "sizes" and point["world_size"] == 2
+        if (point["sweep"], point["world_size"]) == ("sizes", 2)
+        and point["n_bytes"] in (1024, 65536)
     }
     lines = [line for line in lines if line["point"] in first["planned"]]
     started = datetime(2026, 11, 1, tzinfo=UTC) + timedelta(minutes=minutes)

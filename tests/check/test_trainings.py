@@ -51,6 +51,7 @@ def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None, co
     return Run(written, header, rows, run.ends)
 
 
+@pytest.mark.slow  # test_slow_cores_make_no_part_slower_and_hide_none compares some
 def test_an_unchanged_training_is_rarely_said_to_have_changed(tmp_path):
     for number in range(3):
         save_training(run_of(tmp_path, number))
