@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -45,7 +45,9 @@ def record_user_schedule(all_reduce: Callable[[Tensor], Any], world_size: int) -
     elements = math.lcm(world_size, 1 << (world_size.bit_length() - 1))
     # On processes, since it calls torch's own functions, whose groups are per process.
     logs = run_ranks(_record_rank, all_reduce, elements, world_size=world_size)
-    return _schedule(logs, elements)
+    replay = _Replay(logs, elements)
+    held = [replay.shares_after(number) for number in range(replay.run() + 1)]
+    return MessageSchedule(elements, sorted(replay.messages), held)
 
 
 def _record_rank(all_reduce: Callable[[Tensor], Any], elements: int) -> list[Event]:
@@ -123,42 +125,65 @@ class _RecordedWork:
         return bool(self._work.is_completed())
 
 
-def _schedule(logs: list[list[Event]], elements: int) -> MessageSchedule:
-    """Number the rounds: a message takes one, from when both ends have asked for it."""
-    ranks = range(len(logs))
-    clocks = [0 for _ in ranks]
-    # by (source, target): rounds and places of messages sent and not yet received, in order
-    under_way: dict[tuple[int, int], deque[tuple[int, Event]]] = defaultdict(deque)
-    posted: list[dict[int, tuple[int, Event]]] = [{} for _ in ranks]
-    history: list[dict[int, list[int]]] = [{} for _ in ranks]
-    messages: list[Message] = []
-    pending = [deque(log) for log in logs]
-    while any(pending):
-        for rank in ranks:
-            while pending[rank]:
-                event = pending[rank][0]
-                asked, request = posted[rank].get(event.get("number", -1), (0, event))
-                if event["kind"] == "wait" and request["kind"] == "receive":
-                    queue = under_way[request["peer"], rank]
-                    if not queue:  # its sender's events come first
-                        break
-                    sent_in, sent = queue.popleft()
-                    end = max(asked, sent_in) + 1
-                    # the place in the vector is known to the end that does not use a buffer
-                    place = request if request["start"] else sent
-                    span = (place["start"], min(place["stop"], elements))
-                    messages.append(Message(end, request["peer"], rank, *span))
-                    clocks[rank] = max(clocks[rank], end)
-                elif event["kind"] == "wait":
-                    clocks[rank] = max(clocks[rank], asked + 1)
-                else:
-                    posted[rank][event.get("number", -1)] = (clocks[rank], event)
-                    if event["kind"] == "send":
-                        under_way[rank, event["peer"]].append((clocks[rank], event))
-                history[rank][clocks[rank]] = event["shares"]
-                pending[rank].popleft()
-    held = [
-        [history[rank][max(end for end in history[rank] if end <= number)] for rank in ranks]
-        for number in range(max(clocks) + 1)
-    ]
-    return MessageSchedule(elements, sorted(messages), held)
+class _Posted(NamedTuple):
+    """A send or a receive, and the round in which its rank asked for it."""
+
+    round: int
+    event: Event
+
+
+class _Replay:
+    """Ranks go through their programs again. A message takes a round, once both ends ask for it."""
+
+    def __init__(self, logs: list[list[Event]], elements: int) -> None:
+        self.messages: list[Message] = []
+        self._elements = elements
+        self._pending = [deque(log) for log in logs]
+        self._rounds = [0 for _ in logs]
+        self._posted: list[dict[int, _Posted]] = [{} for _ in logs]
+        # By (source, target), in the order of sending, which is that of receiving.
+        self._under_way: dict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
+        self._history: list[dict[int, list[int]]] = [{} for _ in logs]
+
+    def run(self) -> int:
+        """Carry out all events; return the last round."""
+        while any(self._pending):
+            for rank, pending in enumerate(self._pending):
+                # A rank stops at a message that is not sent yet: first come its sender's events.
+                while pending and self._carry_out(rank, pending[0]):
+                    self._history[rank][self._rounds[rank]] = pending.popleft()["shares"]
+        return max(self._rounds)
+
+    def shares_after(self, number: int) -> list[list[int]]:
+        """Return by rank whose shares each element holds after a round."""
+        shares = []
+        for history in self._history:
+            last = max(end for end in history if end <= number)
+            shares.append(history[last])
+        return shares
+
+    def _carry_out(self, rank: int, event: Event) -> bool:
+        """Carry out an event; return False for a wait for a message that is not sent yet."""
+        if event["kind"] == "wait":
+            return self._wait(rank, self._posted[rank][event["number"]])
+        posted = _Posted(self._rounds[rank], event)
+        if event["kind"] == "send":
+            self._under_way[rank, event["peer"]].append(posted)
+        if event["kind"] != "end":
+            self._posted[rank][event["number"]] = posted
+        return True
+
+    def _wait(self, rank: int, posted: _Posted) -> bool:
+        end = posted.round + 1
+        if posted.event["kind"] == "receive":
+            source = posted.event["peer"]
+            if not self._under_way[source, rank]:
+                return False
+            sent = self._under_way[source, rank].popleft()
+            end = max(posted.round, sent.round) + 1
+            # One end may use a buffer: the other one knows the place in the vector.
+            place = posted.event if posted.event["start"] else sent.event
+            stop = min(place["stop"], self._elements)
+            self.messages.append(Message(end, source, rank, place["start"], stop))
+        self._rounds[rank] = max(self._rounds[rank], end)
+        return True
