@@ -163,11 +163,8 @@ def doctor(as_json: Json = False) -> None:
     rows = list(lab_rows(map(load_lab, LABS)))
     names = ("lab", "profile", "points", "can_run", "planned", "why_not")
     if as_json:
-        print_json(
-            "doctor",
-            about=dict(machine_rows()),
-            plans=[dict(zip(names, row, strict=True)) for row in rows],
-        )
+        plans = [dict(zip(names, row, strict=True)) for row in rows]
+        print_json("doctor", about=dict(machine_rows()), plans=plans)
         return
     print_table(machine_rows())
     out.print()
@@ -249,22 +246,15 @@ def report(
     from labkit.lab.pages.index import write_index
     from labkit.lab.pages.report import LabResult, plan_report, report_lab
     from labkit.lab.pages.report_time import ReportTime, plan_time
-    from labkit.lab.runs.store import Run, find_run
 
-    if run is not None and not labs:
-        folders = product((project.recorded_directory(), project.runs_directory()), LABS)
-        labs = [Run.load(find_run([folder / lab for folder, lab in folders], run)).header.lab]
-    studies = [load_lab(lab) for lab in labs or LABS]
-    if run is not None and len(studies) != 1:
-        raise ParameterError(
-            f"--run belongs to one lab, got {len(studies)}: {', '.join(labs or ())}"
-        )
+    studies = [load_lab(lab) for lab in _labs_to_report(labs, run)]
     if run is not None and minutes is not None:
         raise ParameterError("--minutes is for measuring: leave it out with --run")
     parameters: dict[str, Any] = parse_assignments(settings or [])
-    parameters |= {
-        name: value for name, value in (("profile", profile), ("run", run)) if value is not None
-    }
+    if profile is not None:
+        parameters["profile"] = profile
+    if run is not None:
+        parameters["run"] = run
     require_loopback()
     output = output or project.project_root() / "reports"
     pages = plan_report(studies, parameters, output)
@@ -289,6 +279,7 @@ def report(
                 result = report_lab(page, output, kernel, show)
             results.append(result)
             print_page(result, say)
+            # After each lab, so that a reader need not wait for the last.
             index = write_index(map(load_lab, LABS), output, to_come=studies[len(results) :])
             if len(results) in (1, len(studies)):
                 say.print(f"index: {project.path_from_here(index)}")
@@ -298,6 +289,20 @@ def report(
         ]
         print_json("report", pages=written)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
+
+
+def _labs_to_report(labs: list[str] | None, run: str | None) -> list[str]:
+    """Return the named labs, that of a run, or all. ParameterError for a run and other labs."""
+    if run is None:
+        return labs or list(LABS)
+    from labkit.lab.runs.store import Run, find_run
+
+    if not labs:
+        folders = product((project.recorded_directory(), project.runs_directory()), LABS)
+        labs = [Run.load(find_run([folder / lab for folder, lab in folders], run)).header.lab]
+    if len(labs) != 1:
+        raise ParameterError(f"--run belongs to one lab, got {len(labs)}: {', '.join(labs)}")
+    return labs
 
 
 app.command("try")(try_training)
