@@ -81,12 +81,7 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
     # NaN, of a run without the exchange, is not larger: nothing shows that its cores have moved.
     is_moved = np.abs(np.log(factors)) > np.log(MOVED_FACTOR)
     alike = [one for one, moved in zip(earlier, is_moved, strict=True) if not moved]
-    blocker = "there is no baseline"
-    if baseline:
-        forbidding = [one for one in differences(baseline[-1], run) if one.forbids]
-        blocker = join_words(
-            [f"{one.name}: {one.before} in the baseline, {one.now} now" for one in forbidding]
-        )
+    blocker = _blocker(baseline, run)
     names = list(dict.fromkeys(name for one in (current, *earlier) for name in one.names))
     parallel = {name for one in (current, *earlier) for name in one.parallel}
     judged: dict[Any, dict[str, Any]] = {}
@@ -113,6 +108,15 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
         place = f"{counted(name[1], 'rank')}, {name[0]}"
         changes.append(Change(name[2], place, **current.speed(name), **facts))
     return changes
+
+
+def _blocker(baseline: Sequence[Run], run: Run) -> str:
+    """Return why nothing can be compared, or ""."""
+    if not baseline:
+        return "there is no baseline"
+    # With the newest: it is what the machine was like before.
+    facts = [one for one in differences(baseline[-1], run) if one.forbids]
+    return join_words([f"{one.name}: {one.before} in the baseline, {one.now} now" for one in facts])
 
 
 def _judge(

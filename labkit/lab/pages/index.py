@@ -66,6 +66,11 @@ class Entry:
         return self.run.header.machine.identity == describe_machine().identity
 
     @property
+    def is_busy(self) -> bool:
+        """Whether other programs were at work while it was measured."""
+        return self.run is not None and self.run.is_busy
+
+    @property
     def example(self) -> str | None:
         """What the run measured if it is an example; None if it tells about the machine."""
         return self.lab.example(self.run.results()) if self.run else None
@@ -74,10 +79,9 @@ class Entry:
     def first(self) -> Answered | None:
         """The lab in one line: the first question that was measured."""
         # The times of a busy run would be taken for facts.
-        is_busy = self.run is not None and self.run.is_busy
         for one in self.answers:
             verdict = one.answer.verdict
-            if verdict in TIMELESS or (verdict != "not measured" and not is_busy):
+            if verdict in TIMELESS or (verdict != "not measured" and not self.is_busy):
                 return one
         return None
 
@@ -91,7 +95,7 @@ class Entry:
         facts = [header.profile, f"{header.started:%Y-%m-%d}"]
         if n_measured < len(status):
             facts.append(f"{n_measured} of {len(status)} points")
-        if self.run.is_busy:
+        if self.is_busy:
             facts.append("on a busy machine")
         return ", ".join(facts)
 
@@ -110,10 +114,9 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
         else:
             missing.append(lab.title)
     # Pages may be copied together from several machines: only this one's runs recommend.
-    here = [entry for entry in entries if entry.run is not None and entry.is_here]
-    busy = [entry.lab.title for entry in here if entry.run and entry.run.is_busy]
-    quiet = [entry for entry in here if entry.run and not entry.run.is_busy]
-    usable = [entry for entry in quiet if entry.example is None]
+    here = [entry for entry in entries if entry.is_here]
+    busy = [entry.lab.title for entry in here if entry.is_busy]
+    usable = [entry for entry in here if not entry.is_busy and entry.example is None]
     answers = [one for entry in usable for one in entry.answers]
     code = next(filter(None, (combined_code(entry.run) for entry in usable if entry.run)), None)
     # Not while labs are to come, whose answers it combines.
