@@ -134,10 +134,7 @@ def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
 
 
 def _remedies(request: Request) -> Iterator[Change]:
-    """Yield of each kind of change the first that leaves room to spare, else its last.
-
-    Another layout, no fixed values, more or larger GPUs, shorter sequences.
-    """
+    """Yield of each kind of change the first that leaves room to spare, else its last."""
     fixed = request.fixed
 
     def without(name: str) -> dict[str, Any]:

@@ -102,10 +102,7 @@ def explain(
     mfu: float | None = None,
     unspecified: Collection[str] = (),
 ) -> Diagnosis:
-    """Diagnosis of this throughput, or of this MFU by labkit's convention.
-
-    ValueError if both are missing, or for an impossible layout.
-    """
+    """Diagnose a throughput, or an MFU by labkit's convention. ValueError if both are missing."""
     if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
         raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
     # Expected is what the declared network allows: a slow one that was measured is a cause.
@@ -218,15 +215,13 @@ def _causes(
 
 
 def _slow_network(request: Request, bus_gb_s: float) -> tuple[str, Request]:
-    """A cause's name, and the request with the measured bandwidth, or with a tenth of the network.
-
-    Links inside a node may be at fault as well, if nobody measured.
-    """
+    """A cause's name, and the request with the measured bandwidth, or a tenth of the network."""
     hardware = request.hardware
     if bus_gb_s:
         declared_gb_s = hardware.network_gbps / 8
         name = f"an all-reduce at {bus_gb_s:.0f} GB/s, {declared_gb_s:.0f} expected at most"
         return name, replace(request, hardware=replace(hardware, bus_gb_s=bus_gb_s))
+    # Nobody measured: links inside a node may be at fault as well.
     slow = replace(hardware, link_gb_s=min(hardware.link_gb_s, PCIE_GB_S))
     name = "GPUs that talk over PCIe instead of NVLink"
     if request.gpus > hardware.gpus_per_node:

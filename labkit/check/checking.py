@@ -147,10 +147,7 @@ def check_machine(
     *,
     tolerance: float = TOLERANCE,
 ) -> CheckResult:
-    """Check correctness, then measure the fixed set and compare it with the baseline.
-
-    Raises ParameterError while another check runs in this project.
-    """
+    """Check correctness, then the baseline. ParameterError while another check runs."""
     folder = checks_directory()
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)

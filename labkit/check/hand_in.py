@@ -130,10 +130,8 @@ def _file_names(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def newest_run(lab: str) -> Path | None:
-    """Return the newest run of a lab, or None.
-
-    A run from the future was begun before the clock was set back: any other one is newer.
-    """
+    """Return the newest run of a lab, or None."""
+    # A run from the future was begun before the clock was set back: any other one is newer.
     runs = sorted((runs_directory() / lab).glob("*.jsonl"))
     limit = f"{datetime.now(UTC) + CLOCK_TOLERANCE:%Y%m%dT%H%M%SZ}"
     return max((run for run in runs if run.name < limit), default=max(runs, default=None))

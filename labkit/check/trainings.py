@@ -79,28 +79,24 @@ def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:
 
 
 def _slowness(runs: Sequence[Run]) -> list[float]:
-    """Return how much slower the cores were in each run than in the middle one, by the yardstick.
-
-    1 for all if a run lacks it, and on a GPU, whose clock it does not follow.
-    """
+    """Return how much slower cores were in each run than in the middle one, by the yardstick."""
     medians = []
     for run in runs:
         results = run.results()
         seconds = results.rows(["seconds"], kind=YARDSTICK)["seconds"].astype(float)
         is_on_cpu = (found(results)["device"] == "cpu").all()
         medians.append(seconds.median() if is_on_cpu else np.nan)
+    # The yardstick runs on the CPU: it says nothing of a GPU's clock.
     if np.isnan(medians).any():
         return [1.0] * len(runs)
     return list(np.array(medians) / np.median(medians))
 
 
 def _at_equal_speed(run: Run, slowness: float) -> pd.DataFrame:
-    """Return the samples of the parts as they would be on cores of the baseline's speed.
-
-    The wait for input is left as it is: a disk or a network takes as long on slow cores.
-    """
+    """Return the samples of the parts as they would be on cores of the baseline's speed."""
     samples = PART.samples(run.frame()).pivot(index="repeat", columns="part", values="seconds")
     parts = samples.drop(columns=STEP)
+    # Not the wait for input: a disk or a network takes as long on slow cores.
     parts = parts.apply(lambda part: part if part.name == INPUT else part / slowness)
     # Added up again: the step is as fast as its corrected parts.
     parts[STEP] = parts.sum(axis=1)
@@ -119,10 +115,7 @@ def trainings_folder(run: Run) -> Path:
 
 
 def load_trainings(run: Run) -> list[Run]:
-    """Return the saved runs of the same setup and arguments, the newest last.
-
-    Only those of the newest's machine and torch: their spread is the machine's drift.
-    """
+    """Return the saved runs of the same setup and arguments that are alike, the newest last."""
     saved = []
     for path in sorted(trainings_folder(run).glob("*.jsonl")):
         # Another version of labkit may have written it.

@@ -84,13 +84,13 @@ def try_training(
     if reason is not None:
         raise ParameterError(reason)
     # A busy run would be slower than any baseline, and make a bad one.
-    change = None if save or run.is_busy else compare_with_baseline(run)
+    since_baseline = None if save or run.is_busy else compare_with_baseline(run)
     summary.finish(run)
-    if change is not None:
-        summary.print_change(change)
+    if since_baseline is not None:
+        summary.print_change(since_baseline)
     if as_json:
         (found,) = json.loads(lab.found(run.results()).to_json(orient="records"))
-        print_json("try", numbers(run, change), run=str(run.path), found=found)
+        print_json("try", numbers(run, since_baseline), run=str(run.path), found=found)
     if apply:
         print(code(run.results()), end="")
     if save and run.is_busy:
@@ -98,7 +98,8 @@ def try_training(
         raise typer.Exit(1)
     if save:
         err.print(f"baseline: {path_from_here(save_training(run))}")
-    raise typer.Exit(3 if change is not None and change.is_slower else 0)
+    is_slower = since_baseline is not None and since_baseline.is_slower
+    raise typer.Exit(3 if is_slower else 0)
 
 
 def _arguments(assignments: list[str], batch: str | None) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def _arguments(assignments: list[str], batch: str | None) -> dict[str, Any]:
     return values
 
 
-def numbers(run: "Run", change: "TrainingChange | None") -> Iterator[dict[str, Any]]:
+def numbers(run: "Run", since_baseline: "TrainingChange | None") -> Iterator[dict[str, Any]]:
     """Yield the parts of the step, the answers' ratios, and the parts' ratios to the baseline."""
     from labkit.studies.your_training.lab import LAB, parts
 
@@ -129,9 +130,9 @@ def numbers(run: "Run", change: "TrainingChange | None") -> Iterator[dict[str, A
         ends = {"low": row["low"], "high": row["high"]}
         yield number(row["part"], row["seconds"], "s", **ends, measured=at)
     yield from answer_numbers(LAB, run)
-    if change is None:
+    if since_baseline is None:
         return
-    for part, row in change.parts.iterrows():
+    for part, row in since_baseline.parts.iterrows():
         ends = {"low": row["low"], "high": row["high"]}
         facts = {"validity": row["verdict"], "measured": at}
         yield number(f"{part} since the baseline", row["ratio"], "ratio", **ends, **facts)

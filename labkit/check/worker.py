@@ -86,10 +86,8 @@ MAX_SHARE = 0.75
 
 
 def sizes_on(memory_bytes: int) -> str:
-    """Return the name of the sizes for a GPU of this memory, whatever is free of it now.
-
-    Always the same on one machine: other sizes are not comparable.
-    """
+    """Return the name of the sizes for a GPU of this memory."""
+    # Whatever is free of it now: other sizes than the baseline's could not be compared.
     large = CheckPoint(device="cuda", sizes="cuda")
     if large.needed_bytes <= MAX_SHARE * memory_bytes:
         return large.sizes
@@ -139,7 +137,7 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     def set_threads(turn: str) -> None:
         name, _ = turns[turn]
         torch.set_num_threads(threads[name])
-        # Starts the threads.
+        # The threads start here, not in the sample.
         spread.add_(1)
 
     samples = time_interleaved(

@@ -175,10 +175,7 @@ class Finding(Answer):
 
 
 def find_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -> Region | None:
-    """Find the column whose values tell `rows` from the other rows of the table.
-
-    None if there are no other rows, and if `rows` are no unbroken range of any column `along`.
-    """
+    """Find the column `along` whose range of values tells `rows` from all other rows, or None."""
     if rows.empty or len(rows) == len(table):
         return None
     for name in along:

@@ -96,14 +96,12 @@ def change(answer: Answer) -> Amount | None:
         return None
     phrases = phrasing(answer.quantity)
     if answer.direction == "better":
-        # as factors from the smallest effect to the largest
-        least = 1 / answer.high
-        most = 1 / answer.low
-        if most < TWOFOLD:
+        # From the smallest effect, which is the largest ratio, to the largest effect.
+        if 1 / answer.low < TWOFOLD:
             return Amount(_percent_span(1 - answer.high, 1 - answer.low), phrases.less)
         if phrases.fraction.is_share:
             return Amount(_percent_span(answer.low, answer.high), phrases.fraction)
-        return Amount(_factor_span(least, most), phrases.fraction)
+        return Amount(_factor_span(1 / answer.high, 1 / answer.low), phrases.fraction)
     if answer.high < TWOFOLD:
         return Amount(_percent_span(answer.low - 1, answer.high - 1), phrases.more)
     return Amount(_factor_span(answer.low, answer.high), phrases.multiple)

@@ -58,15 +58,13 @@ def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]
     """
     # Counts may be 0.
     with np.errstate(divide="ignore", invalid="ignore"):
-        sets = [
-            pd.concat([np.log(table["ratio"]) for table in tables], axis="columns")
-            for tables in (before, after)
-        ]
+        earlier = pd.concat([np.log(table["ratio"]) for table in before], axis="columns")
+        later = pd.concat([np.log(table["ratio"]) for table in after], axis="columns")
         errors = pd.concat([_squared_error(table) for table in (*before, *after)], axis="columns")
-    shared = sets[0].index.intersection(sets[1].index)
+    shared = earlier.index.intersection(later.index)
     table = compare_levels(
-        sets[0].loc[shared],
-        sets[1].loc[shared],
+        earlier.loc[shared],
+        later.loc[shared],
         errors.loc[shared].mean(axis="columns"),
         drift=DRIFT,
         n_compared=max(len(shared), 1),

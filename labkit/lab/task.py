@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# What an algorithm may consist of that a student writes: an all-reduce of one call is none.
+# Of these a student's algorithm may consist: an all-reduce in a single call would be none.
 MESSAGES = ("send", "receive", "exchange")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather")
 

@@ -208,10 +208,7 @@ def last_calls(notes: Path) -> list[str]:
 
 
 def _calling_line(*, through_labkit: bool) -> str:
-    """Return the innermost line of a reader's code that is being executed, or "".
-
-    `through_labkit`: also if it has called labkit, whose collectives are recorded elsewhere.
-    """
+    """Return the innermost line of a reader's code that is being executed, or ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -219,6 +216,7 @@ def _calling_line(*, through_labkit: bool) -> str:
         if place:
             return f", line {frame.f_lineno} of {place}"
         is_labkit = path.startswith(LABKIT) and path != __file__
+        # What labkit's collectives call inside is theirs: they are recorded as a whole.
         if is_labkit and not through_labkit:
             return ""
         frame = frame.f_back

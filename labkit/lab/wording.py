@@ -267,9 +267,9 @@ def _count_configurations(answer: Comparison) -> str:
     """Say "faster in 10 of 12 configurations, slower in 1", or "all 6 configurations"."""
     counts = answer.counts
     n = counts.total
-    has_winner = answer.subject is not None
-    noun = "configurations" if has_winner else "comparisons"
-    if counts.total in (counts.better, counts.worse) or not counts.better + counts.worse:
+    noun = "comparisons" if answer.subject is None else "configurations"
+    # All are alike: how many they are says enough.
+    if n in (counts.better, counts.worse) or counts.better + counts.worse == 0:
         return {1: "", 2: f"both {noun}"}.get(n, f"all {n} {noun}")
     phrases = phrasing(answer.quantity)
     if not counts.better:

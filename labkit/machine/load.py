@@ -26,10 +26,10 @@ BUSY = ("user", "nice", "system", "irq", "softirq")
 # stay below.
 MIN_BUSY_SHARE = 0.15
 MIN_THROTTLED_SHARE = 0.05
-LATE_PING = 5.0
 # Ratios from which ranks wake up late (round trip over the run's fastest) or memory is slow (copy
 # over its median). Copies take up to 1.85 times the median on a quiet machine, and 2 to 4 times
 # while memory is slow.
+LATE_PING = 5.0
 SLOW_COPY = 2.0
 
 

@@ -115,10 +115,7 @@ class Plot:
         return ElementTree.tostring(root, encoding="unicode")
 
     def places(self) -> str:
-        """Return marks as JSON, once the figure is drawn.
-
-        A mark: left, top, right, bottom in percent of the figure's size, and its text.
-        """
+        """Return marks as JSON: left, top, right, bottom in percent of the figure, and text."""
         width = self.figure.bbox.width
         height = self.figure.bbox.height
         places: list[list[Any]] = []

@@ -55,11 +55,7 @@ SUMMARY_FACTS = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "
 
 
 class Piece(HTML):
-    """A piece of a page; its repr is text, for a console.
-
-    `on_page` is the form on a page, if that differs. `records` travel with the piece and are not
-    displayed.
-    """
+    """A piece of a page, `on_page` in another form; `records` travel with it, not displayed."""
 
     def __init__(
         self, html: str, *, on_page: str | None = None, records: Mapping[str, Any] | None = None

@@ -51,10 +51,10 @@ class Budget:
 
     def exclude(self, points: Sequence[Point]) -> set[str]:
         """Return the ids of the points to leave out: the longest, until the others fit."""
-        # Longest first: few points are lost, and each of the many short ones answers as much.
         excess_s = sum(self.expected[point.id] for point in points) - self.seconds
         left = Counter(map(_kind, points))
         excluded = set[str]()
+        # Then few points are lost, and each of the many short ones answers as much.
         longest_first = sorted(points, key=lambda point: -self.expected[point.id])
         # The last point of a kind goes only if nothing else is left: a question may be about it.
         for spares_last in (True, False):

@@ -13,8 +13,7 @@ from labkit.lab.runs.store import Run, RunFileError, find_run
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     """Load runs by path or name, or all below a folder; return also why files were left out.
 
-    Damaged files and copies are left out. ParameterError for a name without a run, a folder without
-    runs, and fewer than two runs.
+    ParameterError for a name without a run, a folder without runs, and fewer than two runs.
     """
     paths: dict[Path, None] = {}
     excluded: dict[str, str] = {}
