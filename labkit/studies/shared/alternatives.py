@@ -9,7 +9,7 @@ alternative would meet their messages.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -190,18 +190,23 @@ def shared_memory_refusal(device: str = "cpu") -> dict[str, str]:
 
 
 @contextmanager
-def cores_of_all_ranks() -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
+    """Run the block with a number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def cores_of_all_ranks() -> AbstractContextManager[None]:
     """Give this rank the threads of all ranks inside the block, for `ALL_CORES`.
 
     Each rank has its share of the cores. One that computes alone would leave the others' idle, and
     several ranks would look faster by exactly these cores.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(available_cores(), threads * dist.get_world_size()))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    return threads(min(available_cores(), torch.get_num_threads() * dist.get_world_size()))
 
 
 def _is_one_of_several() -> bool:

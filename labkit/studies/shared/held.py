@@ -20,18 +20,16 @@ def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """
     # torch's sharded optimizer keeps its state in an optimizer of its shard.
     inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]
-    state = [
-        leaf for each in (optimizer, *inner) for leaf in tree_leaves(list(each.state.values()))
-    ]
+    states = [list(each.state.values()) for each in (optimizer, *inner)]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return {
-        "parameters_bytes": _storage_bytes(model.parameters()),
-        "gradients_bytes": _storage_bytes(gradients),
-        "optimizer_bytes": _storage_bytes(state),
+        "parameters_bytes": storage_bytes(model.parameters()),
+        "gradients_bytes": storage_bytes(gradients),
+        "optimizer_bytes": storage_bytes(tree_leaves(states)),
     }
 
 
-def _storage_bytes(leaves: Iterable[Any]) -> int:
+def storage_bytes(leaves: Iterable[Any]) -> int:
     """Return the bytes of the tensors' storages on this rank, each counted once."""
     n_bytes: dict[int, int] = {}
     for leaf in leaves:

@@ -19,8 +19,9 @@ from labkit.torch_private import tree_leaves
 BATCH = "batch"
 FACTORS = (0.5, 1, 2, 4, 8)
 """Batches that are measured, as multiples of the default."""
+# Factor by which the peak of twice the batch shows what a sample takes. Activations alone would
+# double it; parameters and states do not grow.
 MIN_GROWTH = 1.5
-"""Factor by which the peak of twice the batch shows what a sample takes."""
 MAX_FACTOR = 64
 Make = Callable[..., Training]
 
@@ -53,6 +54,7 @@ def measure_values(
         actions = {label: loop.step for label, loop in loops.items()}
         seconds = time_interleaved(actions, device=device, prepare=begin, **rounds)
     for label, steps in seconds.items():
+        # Per sample, so that batches of different sizes compare.
         size = n_samples[label]
         row: dict[str, Any] = {"kind": "argument", "argument": label, "n_samples": size}
         yield row | OK | {"seconds": [step / size for step in steps]}
@@ -60,10 +62,10 @@ def measure_values(
 
 def count_samples(batch: Any) -> int:
     """Return the length of the first dimension of a batch's first tensor; 1 without one."""
-    sizes = [
-        len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0
-    ]
-    return max(1, sizes[0]) if sizes else 1
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return max(1, len(leaf))
+    return 1
 
 
 def default_batch(setup: Callable[..., Any]) -> int:

@@ -89,10 +89,13 @@ class AttentionFinder(TorchDispatchMode):
             if one.numel() == output.numel():
                 made_of = made_of or self._scores.get(_address(one))
         if func in PRODUCTS:
-            weights = self._scores.get(_address(inputs[-2]))
+            # The last two inputs are multiplied; `baddbmm` adds the first to their product.
+            left = inputs[-2]
+            weights = self._scores.get(_address(left))
             if weights is not None and weights.shape is not None:
                 self.calls[weights.shape] += 1
-            made_of = _Scores(head_dim=inputs[-2].shape[-1])
+            # Any product may be one of queries and keys: only a softmax of it tells.
+            made_of = _Scores(head_dim=left.shape[-1])
         elif func is aten._softmax.default and made_of is not None:
             made_of = _Scores(made_of.head_dim, _describe(inputs[0], args[1], made_of.head_dim))
         self._scores.pop(_address(output), None)
@@ -107,7 +110,8 @@ def _address(tensor: Tensor) -> int:
 
 def _describe(scores: Tensor, dim: int, head_dim: int) -> AttentionShape | None:
     """Describe the attention of which these are the scores; None if it is no attention."""
-    if scores.dim() < 3 or dim % scores.dim() != scores.dim() - 1 or scores.shape[-1] < MIN_TOKENS:
+    is_last_dim = dim % scores.dim() == scores.dim() - 1
+    if scores.dim() < 3 or not is_last_dim or scores.shape[-1] < MIN_TOKENS:
         return None
     *leading, queries, keys = scores.shape
     hidden = scores.reshape(-1, queries, keys)[0] < HIDDEN
@@ -145,8 +149,12 @@ def attention_rows(loop: Loop, rounds: dict[str, Any]) -> Iterator[dict[str, Any
     calls = find_attention(loop)
     device = loop.training.device
     for shape in sorted(calls, key=lambda one: one.n_scores, reverse=True)[:MAX_SHAPES]:
-        about: dict[str, Any] = {"kind": "attention", "line": shape.line, "shape": str(shape)}
-        about["calls"] = calls[shape]
+        about: dict[str, Any] = {
+            "kind": "attention",
+            "line": shape.line,
+            "shape": str(shape),
+            "calls": calls[shape],
+        }
         passes = _passes(shape, device)
         gradients = {name: dict(zip("qkv", run(), strict=True)) for name, run in passes.items()}
         error = largest_difference(gradients[SDPA], gradients[BY_HAND])

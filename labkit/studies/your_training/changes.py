@@ -19,14 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from labkit.nn.attention_implementations import no_compiler_reason
+from labkit.studies.shared.alternatives import threads
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.memory import available_bytes, count_peak
 from labkit.studies.your_training.setup import Training
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# Share of the available memory from which up a step is short of it: with less, twice the batch
+# would still fit.
 MIN_MEMORY_SHARE = 0.5
-"""Share of the available memory from which up a step is short of it."""
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+COMPILE = "torch.compile"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def _loader_refusal(training: Training) -> str | None:
 def _use_workers(loop: Loop) -> None:
     loader: Any = loop.training.batches
     on_gpu = loop.training.device.type == "cuda"
+    # Persistent: otherwise each epoch would begin by starting them.
     loop.training.batches = with_batch_sampler(
         loader,
         loader.batch_sampler,
@@ -119,14 +123,12 @@ def _fused_refusal(training: Training) -> str | None:
 
 
 def _use_fused_optimizer(loop: Loop) -> None:
-    loop.training.optimizer = with_option(loop.training.optimizer, fused=True, foreach=False)
-
-
-def with_option(optimizer: Optimizer, **options: Any) -> Optimizer:
-    """Return a new optimizer of the same kind, groups and settings, with these options."""
+    optimizer = loop.training.optimizer
     groups, settings = constructor_arguments(optimizer)
+    # torch refuses both at once.
+    fused = {"fused": True, "foreach": False}
     kind: Any = type(optimizer)
-    return kind([group | options for group in groups], **(settings | options))
+    loop.training.optimizer = kind([group | fused for group in groups], **(settings | fused))
 
 
 def constructor_arguments(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -151,17 +153,6 @@ def _one_thread_refusal(training: Training) -> str | None:
 
 def _use_one_thread(loop: Loop) -> None:
     loop.turn_contexts.append(partial(threads, 1))
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Run the block with a number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _precision_refusal(training: Training) -> str | None:
@@ -223,63 +214,73 @@ def _checkpoint(loop: Loop) -> None:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the most modules of one class, made of others, that stand in one list of a model."""
-    found: list[nn.Module] = []
+    most: list[nn.Module] = []
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             # A single layer keeps its input in any case: nothing is saved.
             blocks = [one for one in parent if len([*one.children()])]
             for kind in {type(one) for one in blocks}:
                 same = [one for one in blocks if type(one) is kind]
-                found = max(found, same, key=len)
-    return found
+                most = max(most, same, key=len)
+    return most
 
 
 CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
-        _use_workers,
-        _loader_refusal,
-        f"loader = DataLoader(..., num_workers={_workers()}, persistent_workers=True)",
-        "a loader with workers",
+        apply=_use_workers,
+        refusal=_loader_refusal,
+        code=f"loader = DataLoader(..., num_workers={_workers()}, persistent_workers=True)",
+        title="a loader with workers",
     ),
-    "torch.compile": Change(
-        _compile, _compile_refusal, "model = torch.compile(model)", "torch.compile"
+    COMPILE: Change(
+        apply=_compile,
+        refusal=_compile_refusal,
+        code="model = torch.compile(model)",
+        title="torch.compile",
     ),
     "fused optimizer": Change(
-        _use_fused_optimizer,
-        _fused_refusal,
-        "optimizer = type(optimizer)(..., fused=True)",
-        "a fused optimizer",
+        apply=_use_fused_optimizer,
+        refusal=_fused_refusal,
+        code="optimizer = type(optimizer)(..., fused=True)",
+        title="a fused optimizer",
     ),
     "one thread": Change(
-        _use_one_thread, _one_thread_refusal, "torch.set_num_threads(1)", "one thread"
+        apply=_use_one_thread,
+        refusal=_one_thread_refusal,
+        code="torch.set_num_threads(1)",
+        title="one thread",
     ),
     "channels_last": Change(
-        _use_channels_last,
-        _layout_refusal,
-        "model = model.to(memory_format=torch.channels_last)",
-        "the layout channels_last",
+        apply=_use_channels_last,
+        refusal=_layout_refusal,
+        code="model = model.to(memory_format=torch.channels_last)",
+        title="the layout channels_last",
     ),
     "TF32 matmuls": Change(
-        _use_tf32,
-        _precision_refusal,
-        'torch.set_float32_matmul_precision("high")',
-        "TF32, which changes results,",
+        apply=_use_tf32,
+        refusal=_precision_refusal,
+        code='torch.set_float32_matmul_precision("high")',
+        title="TF32, which changes results,",
         precision="bfloat16",
     ),
     "autocast to bfloat16": Change(
-        _autocast,
-        _autocast_refusal,
-        "with torch.autocast(device.type, dtype=torch.bfloat16):\n"
-        "    loss = loss_function(model, batch)",
-        "autocast, which changes results,",
+        apply=_autocast,
+        refusal=_autocast_refusal,
+        code=(
+            "with torch.autocast(device.type, dtype=torch.bfloat16):\n"
+            "    loss = loss_function(model, batch)"
+        ),
+        title="autocast, which changes results,",
         precision="bfloat16",
     ),
     "checkpointing": Change(
-        _checkpoint,
-        _checkpointing_refusal,
-        "for block in blocks:  # the model's repeated ones\n"
-        "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
-        "checkpointing of the repeated blocks",
+        apply=_checkpoint,
+        refusal=_checkpointing_refusal,
+        code=(
+            "for block in blocks:  # the model's repeated ones\n"
+            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+        ),
+        title="checkpointing of the repeated blocks",
         saves_memory=True,
     ),
 }
@@ -287,7 +288,7 @@ CHANGES: Mapping[str, Change] = {
 
 
 def apply_all(loop: Loop, names: Iterable[str]) -> None:
-    """Apply changes in the order of `CHANGES`: a compiler sees what the others have changed."""
-    chosen = set(names)
-    for name in sorted(chosen, key=lambda name: (name == "torch.compile", [*CHANGES].index(name))):
+    """Apply changes in the order of `CHANGES`, torch.compile last."""
+    # A compiler sees what the others have changed.
+    for name in sorted(names, key=lambda name: name == COMPILE):
         CHANGES[name].apply(loop)

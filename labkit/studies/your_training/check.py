@@ -14,11 +14,9 @@ from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import Training, seed_everything
 from labkit.torch_private import tree_leaves
 
+# Smallest scale of a gradient's error, as a share of the model's largest gradient. Some gradients
+# are rounding alone, such as that of a bias before batch norm: their exact value is 0.
 FLOOR = 1e-3
-"""Smallest scale of a gradient's error, as a share of the model's largest gradient.
-
-Some gradients are rounding alone, such as that of a bias before batch norm: their exact value is 0.
-"""
 TRAINED_STEPS = 10
 """Steps after which the losses of yours and of an inexact change are compared."""
 
@@ -59,15 +57,16 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
 
 
 def first_batch(training: Training, seed: int) -> Any:
-    """The first batch of an epoch, drawn with seeded random numbers."""
+    """Return the first batch of an epoch, drawn with seeded random numbers."""
     seed_everything(seed)
     return next(training.forever())
 
 
 def trained_loss(loop: Loop, batch: Any) -> float:
-    """The loss after some steps on one batch. The parameters are those from before, afterwards."""
+    """Return the loss after some steps on one batch; give the parameters their values again."""
     state = loop.training.model.state_dict()
     before = {name: value.clone() for name, value in state.items()}
+    # One batch again and again: its loss falls, and shows an update that is wrong.
     for _ in range(TRAINED_STEPS):
         loop.use(batch)
         loop.forward()
@@ -83,7 +82,7 @@ def trained_loss(loop: Loop, batch: Any) -> float:
 def gradient_error(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool
 ) -> float:
-    """Error of gradients, by parameter name; infinite for NaN or for other names.
+    """Return the error of gradients, by parameter name; infinite for NaN or for other names.
 
     Exact changes: the largest error of an element, relative to the largest of its tensor. In 16
     bits single elements may be off by much (a ReLU that rounds to the other side): the norm of all
@@ -98,15 +97,16 @@ def gradient_error(
             largest(differences[name]) / max(largest(one), least, 1e-30)
             for name, one in expected.items()
         ]
-        error = math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
     else:
-        off = math.hypot(*(float(one.norm()) for one in differences.values()))
-        error = off / max(math.hypot(*(float(one.norm()) for one in expected.values())), 1e-30)
-    return math.inf if math.isnan(error) else error
+        error_norm = math.hypot(*(float(one.norm()) for one in differences.values()))
+        norm = math.hypot(*(float(one.norm()) for one in expected.values()))
+        errors = [error_norm / max(norm, 1e-30)]
+    # `max` alone passes over NaN.
+    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
 def is_random(loop: Loop, batch: Any, seed: int) -> bool:
-    """Whether the loss depends on the state of the random numbers, as under dropout."""
+    """Return whether the loss depends on the state of the random numbers, as under dropout."""
     losses = []
     for number in (seed, seed + 1):
         seed_everything(number)
@@ -117,16 +117,17 @@ def is_random(loop: Loop, batch: Any, seed: int) -> bool:
 
 
 def largest_batch_difference(one: Any, other: Any) -> float:
-    """The largest difference of two batches' tensors; infinite if they are of other kinds."""
+    """Return the largest difference of two batches' tensors; infinite if their shapes differ."""
     leaves = tree_leaves(one)
     others = tree_leaves(other)
     if len(leaves) != len(others):
         return math.inf
-    differences = [0.0]
+    difference = 0.0
     for a, b in zip(leaves, others, strict=True):
+        # Words, paths and the like have no difference.
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             continue
         if a.shape != b.shape:
             return math.inf
-        differences.append(largest(a.double() - b.double()) if a.numel() else 0.0)
-    return max(differences)
+        difference = max(difference, largest(a.double() - b.double()))
+    return difference

@@ -10,7 +10,7 @@ from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Metric, Results
 from labkit.studies.shared.tables import join
 from labkit.studies.your_training.attention import BY_HAND
-from labkit.studies.your_training.changes import CHANGES
+from labkit.studies.your_training.changes import CHANGES, COMPILE
 from labkit.studies.your_training.worker import TOGETHER, YOURS
 
 CHANGE = Metric("seconds", "change", (), where={"sweep": "changes"})
@@ -22,21 +22,15 @@ SDPA_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal
 
 
 def gains(results: Results) -> pd.DataFrame:
-    """What each change saves, the largest gain first.
+    """Return what each change saves, the largest gain first.
 
     `less_percent`, with its interval: time that it saves. `pays_after_steps`: after which a
     compiled model has earned its compilation. `gradient_error` and `loss_change` are relative to
     yours; an `is_exact` change differs by rounding alone. `less_memory_percent`: at the peak of a
     step, of changes that are there for it.
     """
-    about = results.rows(
-        [
-            *("change", "session", "error", "loss_change", "first_s", "is_exact", "made_of"),
-            "peak_ratio",
-        ],
-        sweep="changes",
-        status="ok",
-    )
+    columns = ["session", "error", "loss_change", "first_s", "is_exact", "made_of", "peak_ratio"]
+    about = results.rows(["change", *columns], sweep="changes", status="ok")
     about = about[about["change"] != YOURS].drop_duplicates("change")
     # Verdicts allow for the number of comparisons, so each question has its own rows.
     ratios_by_question = [
@@ -44,37 +38,38 @@ def gains(results: Results) -> pd.DataFrame:
     ]
     table = join(pd.concat(ratios_by_question), about, ["change"], "left")
     samples = CHANGE.samples(results.frame)
+    # Each change was compared with yours of the same minutes.
     yours_s = samples[samples["change"] == YOURS].groupby("session")["seconds"].median()
-    ratios = table[["ratio", "high", "low"]].astype(float)
-    saved_s = table["session"].map(yours_s).astype(float) * (1 - ratios["ratio"])
-    is_compiled = table["made_of"].astype(str).str.contains("torch.compile")
-    pays_after = np.ceil(table["first_s"].astype(float) / saved_s)
+    saved_s = table["session"].map(yours_s).astype(float) * (1 - table["ratio"].astype(float))
+    is_compiled = table["made_of"].astype(str).str.contains(COMPILE)
     is_faster = table["verdict"] == "faster"
-    columns = {
-        **dict(zip(LESS, (100 * (1 - ratios)).to_numpy().T, strict=True)),
-        "verdict": table["verdict"],
-        "saved_s": saved_s,
-        "pays_after_steps": pays_after.where(is_compiled & is_faster),
-        "gradient_error": table["error"],
-        "loss_change": table["loss_change"],
-        "less_memory_percent": 100 * (1 - table["peak_ratio"].astype(float)),
-        "is_exact": table["is_exact"],
-    }
-    table = table[["change"]].assign(**columns)
-    return table.sort_values("less_percent", ascending=False, ignore_index=True)
+    pays_after = np.ceil(table["first_s"].astype(float) / saved_s)
+    table = _add_savings(table).assign(
+        saved_s=saved_s,
+        pays_after_steps=pays_after.where(is_compiled & is_faster),
+        gradient_error=table["error"],
+        less_memory_percent=100 * (1 - table["peak_ratio"].astype(float)),
+    )
+    columns = ["change", *LESS, "verdict", "saved_s", "pays_after_steps", "gradient_error"]
+    columns += ["loss_change", "less_memory_percent", "is_exact"]
+    return table[columns].sort_values("less_percent", ascending=False, ignore_index=True)
+
+
+def _add_savings(table: pd.DataFrame) -> pd.DataFrame:
+    """Add the percent of time that is saved, and its interval: the smaller ratio saves more."""
+    ratios = table[["ratio", "high", "low"]].astype(float)
+    return table.assign(**dict(zip(LESS, (100 * (1 - ratios)).to_numpy().T, strict=True)))
 
 
 def sdpa_gains(results: Results) -> pd.DataFrame:
-    """What SDPA saves of each attention by hand, the largest first, in percent of its time."""
+    """Return what SDPA saves of each attention by hand, the largest first."""
     table = ATTENTION.ratios_to(BY_HAND, results.frame)
     table = table.reindex(columns=["line", "shape", "ratio", "low", "high", "verdict"])
-    ratios = table[["ratio", "high", "low"]].astype(float)
-    table[list(LESS)] = 100 * (1 - ratios.to_numpy())
-    return table.sort_values("less_percent", ascending=False, ignore_index=True)
+    return _add_savings(table).sort_values("less_percent", ascending=False, ignore_index=True)
 
 
 def arguments(results: Results) -> pd.DataFrame:
-    """Seconds per sample by value of a swept argument, the fastest first, and samples per step."""
+    """Return seconds per sample by value of a swept argument, the fastest first."""
     table = ARGUMENT.medians(results.frame)
     sizes = results.rows(["argument", "n_samples"], kind="argument").dropna().drop_duplicates()
     table = join(table, sizes, ["argument"], "left")
@@ -82,7 +77,10 @@ def arguments(results: Results) -> pd.DataFrame:
 
 
 def code(results: Results) -> str:
-    """The changes that pay, as Python to paste, each with what it gains; none of a busy run."""
+    """Return the changes that pay as Python to paste, each with what it gains.
+
+    None of a busy run, where other programs may have made the difference.
+    """
     if results.is_busy:
         return "# the machine was busy: measure again before you change anything\n"
     table = gains(results)
@@ -100,9 +98,10 @@ def code(results: Results) -> str:
 
 
 def describe_gain(row: Any, *, is_busy: bool = False) -> str:
-    """What a row of `gains` says: "31 to 36% less time", "no difference shown: 4% less [-1, 9]".
+    """Return what a row of `gains` says, such as "31 to 36% less time".
 
-    Of a busy run: "34% less [31, 36]", as other programs may have made the difference.
+    Without a difference: "no difference shown: 4% less [-1, 9]". Of a busy run, without a verdict:
+    "34% less [31, 36]".
     """
     low = round(row["less_low_percent"])
     high = round(row["less_high_percent"])
@@ -111,7 +110,8 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
         return estimate
     if row["verdict"] == "faster":
         text = f"{low}% less time" if low == high else f"{low} to {high}% less time"
-        if (pays_after := row.get("pays_after_steps", math.nan)) > 0:
+        pays_after = row.get("pays_after_steps", math.nan)
+        if pays_after > 0:
             text += f"; pays after {pays_after:,.0f} steps"
         return text
     if row["verdict"] == "slower":

@@ -86,14 +86,12 @@ MIN_LINE_SHARE = 0.03
 MAX_LINES = 5
 MAX_HOLDERS = 8
 
-FOUND = (
-    *("model", "n_parameters", "dtype", "device", "batch_shape", "optimizer", "has_own_optimizer"),
-    *("batches", "loader_workers", "without_gradient", "flops"),
-)
+FOUND = ["model", "n_parameters", "dtype", "device", "batch_shape", "optimizer"]
+FOUND += ["has_own_optimizer", "batches", "loader_workers", "without_gradient", "flops"]
 
 
 def found(results: Results) -> pd.DataFrame:
-    """What the setup returned, in one row; none if it was refused.
+    """Return what was found in the setup, in one row; none if it was refused.
 
     `without_gradient`: parameters that the loss does not depend on, by name. `flops`: of matmuls,
     convolutions and attention, in a forward and a backward pass.
@@ -102,14 +100,14 @@ def found(results: Results) -> pd.DataFrame:
 
 
 def parts(results: Results) -> pd.DataFrame:
-    """Medians and shares of the parts of a step, in the order of a step, and of the whole."""
+    """Return medians and shares of the parts of a step, in order, and of the whole."""
     table = in_order(PART.medians(results.frame), "part", (*PARTS, STEP))
     step_s = table.loc[table["part"] == STEP, "seconds"].sum()
     return table.assign(of_step_percent=100 * table["seconds"] / step_s)
 
 
 def lines(results: Results) -> pd.DataFrame:
-    """The reader's lines that take most of a step, the slowest first.
+    """Return the reader's lines that take most of a step, the slowest first.
 
     `seconds` has the line itself and its operators' backward pass (`backward_s`). `calls` are
     operators per step. `unused_s`: of a line from which no gradient comes, with all that it calls.
@@ -117,6 +115,7 @@ def lines(results: Results) -> pd.DataFrame:
     columns = ["line", "seconds", "backward_s", "of_step_percent", "calls", "unused_s"]
     shares = [f"{part}_share" for part in PARTS]
     rows = results.rows(["line", *shares, "calls", "unused_share"], kind="line")
+    # Parts were timed without a look at their stacks, which slows some more than others.
     seconds = parts(results).set_index("part")["seconds"].reindex([*PARTS, STEP])
     rows["backward_s"] = rows["backward_share"] * seconds[BACKWARD]
     rows["unused_s"] = rows["unused_share"] * seconds[FORWARD]
@@ -128,27 +127,33 @@ def lines(results: Results) -> pd.DataFrame:
 
 
 def speed(results: Results) -> pd.DataFrame:
-    """FLOPs of a step, and its share of the rate that matmuls reach on this machine.
+    """Return the FLOPs of a step, and its share of the rate that matmuls reach on this machine.
 
     Empty without matmuls, convolutions and attention, and without a calibration.
     """
-    columns = ["flops", "seconds", "flops_per_s", "matmul_flops_per_s", "mfu_percent"]
-    rows = found(results)[["flops", "device", "dtype"]]
-    steps = parts(results).query("part == @STEP")["seconds"]
-    calibration = results.calibration
-    if rows.empty or steps.empty or calibration is None or not rows["flops"].iloc[0]:
-        return pd.DataFrame(columns=columns)
-    flops, device, dtype = rows.iloc[0]
-    rates = calibration.rates_on(device.partition(":")[0])
-    curve = rates.products.get(dtype, ()) if rates else ()
-    peak = max((one / seconds for one, seconds in curve), default=math.nan)
-    rate = flops / steps.iloc[0]
-    row = (flops, steps.iloc[0], rate, peak, 100 * rate / peak)
-    return pd.DataFrame([row], columns=columns).dropna()
+    table = found(results)[["flops"]]
+    table["seconds"] = parts(results).query("part == @STEP")["seconds"].median()
+    table["flops_per_s"] = table["flops"] / table["seconds"]
+    table["matmul_flops_per_s"] = _best_matmul_rate(results)
+    table["mfu_percent"] = 100 * table["flops_per_s"] / table["matmul_flops_per_s"]
+    return table[table["flops"] > 0].dropna()
+
+
+def _best_matmul_rate(results: Results) -> float:
+    """Return FLOP/s of the fastest matmul in the model's dtype on its device; NaN if unknown."""
+    rows = found(results)
+    if rows.empty or results.calibration is None:
+        return math.nan
+    training = rows.iloc[0]
+    rates = results.calibration.rates_on(training["device"].partition(":")[0])
+    if rates is None:
+        return math.nan
+    curve = rates.products.get(training["dtype"], ())
+    return max((flops / seconds for flops, seconds in curve), default=math.nan)
 
 
 def memory(results: Results) -> pd.DataFrame:
-    """What holds memory at the peak of a step: parameters, states, and lines; largest first."""
+    """Return what holds memory at a step's peak: parameters, states and lines, largest first."""
     rows = results.rows(["holder", "held_bytes", "peak_bytes"], kind="memory")
     rows = rows.assign(of_peak_percent=100 * rows["held_bytes"] / rows["peak_bytes"])
     rows = rows.sort_values("held_bytes", ascending=False, ignore_index=True)
@@ -256,7 +261,7 @@ LAB = Lab(
 
 
 def is_example(setup: Callable[..., Any]) -> bool:
-    """Whether a setup stands in the notebook's first cell as labkit has it."""
+    """Return whether a setup stands in the notebook's first cell as labkit has it."""
     # By the whole cell: a reader may keep `setup` and replace the model above it.
     cell = "".join(linecache.getlines(setup.__code__.co_filename)).strip()
     return hashlib.sha256(cell.encode()).hexdigest() == EXAMPLE_DIGEST

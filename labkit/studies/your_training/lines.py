@@ -53,7 +53,7 @@ class StackSamples:
     """By the line of the loss or data set through which labkit's loop came to it."""
 
     def share(self, seconds: Seconds, part: str, line: str) -> float:
-        """Share of a part's samples that a line has."""
+        """Return the share of a part's time that a line has in `innermost` or `outermost`."""
         total = sum(one for (of_part, _), one in self.innermost.items() if of_part == part)
         return seconds[part, line] / total if total else 0.0
 
@@ -62,7 +62,8 @@ def user_lines(frame: FrameType | None) -> list[str]:
     """List the reader's lines on a stack, the innermost first."""
     lines = []
     while frame is not None:
-        if name := user_file(frame.f_code.co_filename):
+        name = user_file(frame.f_code.co_filename)
+        if name:
             lines.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return lines or [""]
@@ -142,7 +143,7 @@ class OperatorClock(TorchDispatchMode):
         return result
 
     def unused_lines(self, reached: set[int]) -> set[str]:
-        """Outermost lines of which hardly anything has a path to the loss (`nodes_below`)."""
+        """Return outermost lines of which hardly anything reaches the loss (`nodes_below`)."""
         total: defaultdict[str, float] = defaultdict(float)
         unused: defaultdict[str, float] = defaultdict(float)
         for number, call in self._forward_calls.items():
@@ -153,7 +154,7 @@ class OperatorClock(TorchDispatchMode):
 
 
 def nodes_below(loss: Tensor) -> set[int]:
-    """Sequence numbers of the nodes through which gradients of the loss will pass."""
+    """Return sequence numbers of the nodes through which gradients of the loss will pass."""
     numbers: set[int] = set()
     waiting: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()

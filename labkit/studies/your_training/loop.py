@@ -81,8 +81,9 @@ class Loop:
 
     def _stop_workers(self) -> None:
         self._batches = None
+        # Persistent workers only end with this iterator, which the loader keeps.
         loader: Any = self.training.batches
-        loader._iterator = None  # of persistent workers, which only end with it
+        loader._iterator = None
 
     def take_batch(self) -> Any:
         """Wait for the next batch; return it."""
@@ -127,7 +128,7 @@ class Loop:
 
     @property
     def parts(self) -> dict[str, Callable[[], Any]]:
-        """The parts of a step by name, in order."""
+        """Return the parts of a step by name, in order."""
         actions = (self.take_batch, self.forward, self.backward, self.update)
         return dict(zip(PARTS, actions, strict=True))
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.lab.user_lines import user_file
 from labkit.machine.cgroups import available_memory_bytes
+from labkit.studies.shared.held import storage_bytes
 from labkit.studies.your_training.loop import Loop
 from labkit.torch_private import tree_leaves
 
@@ -37,27 +37,23 @@ def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
     held: Counter[str] = Counter()
     for allocation in peak.live:
         held[allocation.category or allocation.line or ELSEWHERE] += allocation.n_bytes
-    held["parameters"] = count_bytes([*training.model.parameters(), *training.model.buffers()])
-    held["optimizer states"] = count_bytes(tree_leaves([*training.optimizer.state.values()]))
+    # Not in the ledger, which has only what this step allocates.
+    model = training.model
+    held["parameters"] = storage_bytes([*model.parameters(), *model.buffers()])
+    held["optimizer states"] = storage_bytes(tree_leaves([*training.optimizer.state.values()]))
     for holder, n_bytes in held.most_common():
         if n_bytes:
             yield {"holder": holder, "held_bytes": n_bytes, "peak_bytes": held.total()}
 
 
 def count_peak(loop: Loop) -> int:
-    """Bytes at the peak of a step, counted."""
+    """Return the bytes at the peak of a step, counted."""
     with loop.turn():
         return int(next(memory_rows(loop))["peak_bytes"])
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that a training on this device may take."""
+    """Return the bytes that a training on this device may take."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory_bytes()
-
-
-def count_bytes(values: list[Any]) -> int:
-    """Bytes of the distinct tensors in a list."""
-    tensors = {id(one): one for one in values if isinstance(one, Tensor)}
-    return sum(one.numel() * one.element_size() for one in tensors.values())

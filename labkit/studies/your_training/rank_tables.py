@@ -28,7 +28,7 @@ WITH_LOCAL = Metric("seconds", "strategy", ("world_size",), where=WHERE, prepare
 
 
 def scaling(results: Results) -> pd.DataFrame:
-    """What each strategy does on several ranks, the fastest first.
+    """Return what each strategy does on several ranks, the fastest first.
 
     `times_one_process`: its throughput over that of one process with all cores. `exposed_s`: what a
     step takes longer than the same step without communication. `held_bytes`: of parameters,
@@ -47,12 +47,8 @@ def scaling(results: Results) -> pd.DataFrame:
     rounds["exposed_s"] = rounds["seconds"] - rounds["seconds_local"]
     groups = rounds.groupby(["world_size", "strategy"])[["seconds", "exposed_s"]]
     # No step is faster for communicating: less than nothing is noise.
-    table = (
-        groups.median()
-        .clip(lower=0)
-        .reset_index()
-        .merge(_held(results), on=["world_size", "strategy"])
-    )
+    table = groups.median().clip(lower=0).reset_index()
+    table = table.merge(_held(results), on=["world_size", "strategy"])
     alone = results.rows(["seconds"], kind="part", part=STEP)["seconds"].astype(float).median()
     table["times_one_process"] = table["world_size"] * alone / table["seconds"]
     table["exposed_percent"] = 100 * table["exposed_s"] / table["seconds"]
@@ -68,12 +64,13 @@ def _held(results: Results) -> pd.DataFrame:
 
 
 def lateness(results: Results) -> pd.DataFrame:
-    """How much longer each rank takes than the others for a step without communication.
+    """Return how much longer each rank takes than the others for a step without communication.
 
     `later_s`, with its interval: compared with the median of the others. `part`: where most of it
     is. `is_late`: by more than `MIN_LATE_SHARE` of the others' step.
     """
     columns = ["world_size", "rank", "later_s", "low", "high", "part", "is_late"]
+    # Without communication: otherwise all ranks take as long as the slowest.
     rows = results.rows(
         ["world_size", "rank", "repeat", "part", "seconds"], strategy=LOCAL, **WHERE
     ).dropna()
@@ -82,15 +79,23 @@ def lateness(results: Results) -> pd.DataFrame:
         parts = ranks.pivot_table(index=["part", "repeat"], columns="rank", values="seconds")
         steps = parts.groupby("repeat").sum()
         for rank in steps:
-            later = _behind_others(steps, rank)
-            estimate = estimate_paired(later.to_numpy(float))
-            part = _behind_others(parts, rank).groupby("part").median().idxmax()
-            is_late = estimate.low > MIN_LATE_SHARE * steps.drop(columns=rank).median(axis=None)
-            ends = (estimate.value, estimate.low, estimate.high)
-            table.append((world_size, rank, *ends, part, is_late))
+            estimate = estimate_paired(_behind_others(steps, rank).to_numpy(float))
+            later_by_part = _behind_others(parts, rank).groupby("part").median()
+            others_s = steps.drop(columns=rank).median(axis=None)
+            table.append(
+                {
+                    "world_size": world_size,
+                    "rank": rank,
+                    "later_s": estimate.value,
+                    "low": estimate.low,
+                    "high": estimate.high,
+                    "part": later_by_part.idxmax(),
+                    "is_late": estimate.low > MIN_LATE_SHARE * others_s,
+                }
+            )
     return pd.DataFrame(table, columns=columns)
 
 
 def _behind_others(seconds: pd.DataFrame, rank: Any) -> pd.Series:
-    """Seconds of a rank, by row, minus the median of the other ranks' in the same round."""
+    """Return seconds of a rank minus the median of the other ranks' in the same round."""
     return seconds[rank] - seconds.drop(columns=rank).median(axis=1)

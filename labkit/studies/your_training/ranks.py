@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from labkit.bench.check import OK, largest
+from labkit.bench.check import OK, largest, refusal_columns
 from labkit.nn.training import Workload
 from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
@@ -60,7 +60,7 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
     for name in STRATEGIES:
         rows[name] = {"kind": "rank part", "strategy": name}
         if name in OVER_SHARED_MEMORY and (device != "cpu" or transport_in_use()[0] != SHARED):
-            rows[name] |= {"status": "refused", "reason": "ranks do not share memory here"}
+            rows[name] |= refusal_columns("ranks do not share memory here")
     loops: dict[str, Loop] = {}
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
@@ -102,10 +102,10 @@ class OptimizerPlan:
 
         An update must be large compared with the rounding of a parameter, and no sign of noise.
         """
-        found = dict(getattr(wrapped, "module", wrapped).named_parameters())
+        parameters = dict(getattr(wrapped, "module", wrapped).named_parameters())
         groups = []
-        for group in self.groups:
-            group = group | {"params": [found[name] for name in group["params"]]}
+        for planned in self.groups:
+            group = planned | {"params": [parameters[name] for name in planned["params"]]}
             for name, least in (("eps", self.eps), ("lr", MIN_LR)):
                 if name in group:
                     group[name] = max(group[name], least)
@@ -149,6 +149,7 @@ class Rank:
         world_size = dist.get_world_size()
         unused: list[str] = []
 
+        # On all ranks or on none: one that fails would leave the others in their first collective.
         def describe() -> dict[str, Any]:
             training = make()
             if dist.get_backend() == "nccl" and training.device.type != "cuda":
@@ -163,6 +164,7 @@ class Rank:
             agree_once("setup", describe)
         except ValueError as error:  # of this rank, or of another
             raise SetupError(str(error)) from error
+        # Each rank makes the batches of all ranks: it also trains as the one process.
         batches = [
             first_batch(share_batches(make(), rank, world_size), seed) for rank in range(world_size)
         ]
@@ -172,10 +174,11 @@ class Rank:
         eps = EPS_SHARE * max(largest(one) for one in gradients.values())
         plan = OptimizerPlan.of(yours.training, eps)
         has_random = is_random(yours, batches[0], seed)
-        built = make()
-        built.model.train(built.model.training and not has_random)
+        # A fresh one: the gradients above have moved running statistics.
+        fresh = make()
+        fresh.model.train(fresh.model.training and not has_random)
         workloads = [
-            Workload(lambda: built.model, partial(_loss, built, batch, weight))
+            Workload(lambda: fresh.model, partial(_loss, fresh, batch, weight))
             for batch, weight in zip(batches, weights, strict=True)
         ]
         reference = train_in_one_process(workloads, plan.build)
@@ -195,11 +198,11 @@ class Rank:
         bare = training.model
         if name == LOCAL:
             return Loop(training)
+        plan = self.plan
         if name in WRAPPERS:
             wrapped = wrap_data_parallel(name, bare, find_unused=self.has_unused)
-            optimizer = self.plan.build(wrapped)
+            optimizer = plan.build(wrapped)
         else:
-            plan = self.plan
             wrapped, optimizer = shard(
                 name, bare, plan.kind, parameters=plan.checked_groups, **plan.settings
             )
@@ -214,6 +217,7 @@ class Rank:
             loop.training.optimizer.zero_grad()
             _loss(loop.training, self.batch, self.weight, model).backward()
             loop.training.optimizer.step()
+        # Before the parameters are gathered, and while there are gradients.
         held = held_bytes(model, loop.training.optimizer)
         columns = self.reference.check(whole_parameters(model))
         loop.training.optimizer.zero_grad()
@@ -252,6 +256,7 @@ def share_batches(training: Training, rank: int, world_size: int) -> Training:
     """
     batches: Any = training.batches
     if isinstance(batches, list):
+        # Rotated, not divided: a list may have fewer batches than there are ranks.
         first = rank % len(batches) if batches else 0
         return replace(training, batches=batches[first:] + batches[:first])
     is_shareable = isinstance(batches, DataLoader) and batches.batch_sampler is not None

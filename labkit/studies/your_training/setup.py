@@ -115,6 +115,7 @@ def _import(path: Path) -> Any:
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
+    # In its place, the file would change what other modules have imported: random.py, say.
     if loaded is not None:
         raise SetupError(f"{path.name}: a module named {name} is loaded already: rename the file")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -124,6 +125,7 @@ def _import(path: Path) -> Any:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module  # before it runs: pickles and dataclasses look it up there
+    # A script's argparse would read labkit's own arguments.
     arguments = sys.argv
     sys.argv = [str(path)]
     try:
@@ -155,10 +157,12 @@ def errors_in_one_line(what: str) -> Iterator[None]:
 
 def _last_user_line(error: BaseException) -> str:
     """Return the deepest line of the user's code, "train.py:31"; "" if there is none."""
+    # A file with a syntax error has not run, and stands in no frame.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if name := user_file(frame.filename):
+        name = user_file(frame.filename)
+        if name:
             return f"{name}:{frame.lineno}"
     return ""
 
@@ -217,18 +221,18 @@ def _checked(result: Any) -> Training:
         )
     optimizer = optimizers[0] if optimizers else torch.optim.AdamW(trained)
     if not isinstance(optimizer, Optimizer):
-        more = ": a training with several cannot be tried" if is_several(optimizer) else ""
+        more = ""
+        # As of a GAN.
+        if isinstance(optimizer, list | tuple) and all(
+            isinstance(one, Optimizer) for one in optimizer
+        ):
+            more = ": a training with several cannot be tried"
         raise SetupError(f"expected one torch optimizer, got {describe(optimizer)}{more}")
     owned = {id(parameter) for parameter in model.parameters()}
     groups = [one for group in optimizer.param_groups for one in group["params"]]
     if not any(id(parameter) in owned for parameter in groups):
         raise SetupError("expected an optimizer of the model's parameters, and it has others")
     return Training(model, batches, loss, optimizer, has_own_optimizer=bool(optimizers))
-
-
-def is_several(value: Any) -> bool:
-    """Whether it is a list or tuple of optimizers, as of a GAN."""
-    return isinstance(value, list | tuple) and all(isinstance(one, Optimizer) for one in value)
 
 
 def describe(value: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.bench.check import OK
+from labkit.bench.check import OK, refusal_columns
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.intervals import estimate_paired
 from labkit.lab.point import TimedPoint
@@ -95,7 +95,7 @@ def measure(
         }
         yield from sweeps[point.sweep]()
     except SetupError as error:
-        yield {"status": "refused", "reason": str(error)}
+        yield refusal_columns(str(error))
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Bench:
     is_example: bool
 
     def build(self, **arguments: Any) -> Training:
-        """A fresh training: the same parameters each time."""
+        """Return a fresh training, with the same parameters each time."""
         return build(self.setup, self.point.seed, **dict(self.point.arguments) | arguments)
 
     def measure_step(self) -> Iterator[dict[str, Any]]:
@@ -124,14 +124,16 @@ class Bench:
         yardstick_s = time_yardstick()
         with loop.turn():
             samples = time_parts_interleaved({YOURS: loop.parts}, device=device, **options)[YOURS]
-            steps = [sum(parts) for parts in zip(*(samples[part] for part in PARTS), strict=True)]
-            for part, seconds in (*samples.items(), (STEP, steps)):
-                threads = torch.get_num_threads()
+            rounds = zip(*(samples[part] for part in PARTS), strict=True)
+            samples[STEP] = [sum(parts_s) for parts_s in rounds]
+            threads = torch.get_num_threads()
+            for part, seconds in samples.items():
                 yield {"kind": "part", "part": part, "seconds": seconds, "threads": threads}
             # Not between the steps: workers of a loader would go on in the meantime.
             yield {"kind": YARDSTICK, "seconds": yardstick_s + time_yardstick()}
+            # On a GPU operators run behind the lines that launch them: stacks say nothing.
             if device.type == "cpu":
-                n_steps = max(3, round(LINES_S / float(np.median(steps))))
+                n_steps = max(3, round(LINES_S / float(np.median(samples[STEP]))))
                 yield from ({"kind": "line"} | row for row in line_rows(loop, n_steps))
             yield from ({"kind": "memory"} | row for row in memory_rows(loop))
 
@@ -146,8 +148,9 @@ class Bench:
             yield from attention_rows(loop, self.point.rounds)
         gains = []
         for session, name in enumerate(self.point.changes, 1):
-            if reason := CHANGES[name].refusal(self.build()):
-                yield {"change": name, "status": "refused", "reason": reason}
+            reason = CHANGES[name].refusal(self.build())
+            if reason is not None:
+                yield {"change": name, **refusal_columns(reason)}
                 continue
             rows = [row | {"session": session} for row in self._compare(name, (name,))]
             yield from rows
@@ -195,13 +198,15 @@ class Bench:
     def _time(self, label: str, yours: Loop, changed: Loop) -> Mapping[str, list[float]]:
         """Seconds of a step, a mean over each turn, interleaved."""
         loops = {YOURS: yours, label: changed}
-        for loop in loops.values():  # warm up, and learn how long a step is
+        # Warm up, and learn how long a step is.
+        for loop in loops.values():
             with loop.turn():
                 loop.step()
                 loop.reach_steady_state()
                 start = time.perf_counter()
                 loop.step()
                 step_s = time.perf_counter() - start
+        # At least what a loader's workers have prepared when a turn begins: fewer would be free.
         most_prefetched = max(loop.prefetched for loop in loops.values())
         calls = max(1, min(MAX_CALLS, round(TURN_S / step_s)), most_prefetched)
         with taking_turns(loops) as begin:
@@ -215,22 +220,23 @@ class Bench:
 
 
 def _pays(rows: list[dict[str, Any]]) -> bool:
-    """Whether a right change is faster by `MIN_GAIN` or more, with confidence."""
+    """Return whether a right change is faster by `MIN_GAIN` or more, with confidence."""
     if len(rows) != 2 or any(row["status"] != "ok" for row in rows):
         return False
+    # Of the same turns, in logarithms: a slow minute slows both by the same factor.
     yours, changed = (np.log(row["seconds"]) for row in rows)
     return bool(estimate_paired(changed - yours).high < np.log(1 - MIN_GAIN))
 
 
 def count_flops(loop: Loop, batch: Any) -> int:
-    """FLOPs of one forward and backward pass: of matmuls, convolutions and attention."""
+    """Return FLOPs of one forward and backward pass: of matmuls, convolutions and attention."""
     with FlopCounterMode(display=False) as counter:
         loop.gradients(batch)
     return int(counter.get_total_flops())
 
 
 def describe_training(training: Training, batch: Any, without: list[str]) -> dict[str, Any]:
-    """What a setup returned: model, parameters, batch, optimizer, loader."""
+    """Return columns of what a setup returned: model, parameters, batch, optimizer, loader."""
     model: nn.Module = training.model
     loader: Any = training.batches
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
