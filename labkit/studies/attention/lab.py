@@ -247,8 +247,8 @@ LAB = Lab(
             verdict="predicted",
             configuration=("batch", "head_dim"),
             says=(
-                "At {sequence} tokens it needs {needed_bytes}, with a margin; this machine has"
-                " {memory_bytes}."
+                "At {sequence} tokens naive attention needs {needed_bytes}, with a margin; this"
+                " machine has {memory_bytes}."
             ),
         ),
     ],

@@ -225,7 +225,7 @@ LAB = Lab(
             table=memory,
             pick=lambda table: table.index[0],
             verdict="counted",
-            says="The largest is {holder}: {held_bytes} of {peak_bytes}.",
+            says="At the peak, {holder} has the most: {held_bytes} of {peak_bytes}.",
             figure=Bars(x="holder", y="held_bytes"),
         ),
         Report(
