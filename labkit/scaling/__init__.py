@@ -3,12 +3,12 @@
 `predict(run)` gives seconds with intervals, a breakdown that adds up, and memory;
 `rank` the best layouts; `calibrate` constants for a site with three runs or more.
 
-``models`` ``hardware`` ``runs`` ``table``                the question
-``step_time`` ``communication`` ``memory``                formulas
-``constants`` and `data/reference/scaling/`               numbers, with their sources
-``published`` ``intervals``                               measured runs, and the errors
-``prediction`` ``predicted_table`` ``search``         answers
-``scores``                                                frames for a notebook
+``models`` ``hardware`` ``runs`` ``table``        the question
+``step_time`` ``communication`` ``memory``        formulas
+``constants`` and `data/reference/scaling/`       numbers, with their sources
+``published`` ``intervals``                       measured runs, and the errors
+``prediction`` ``predicted_table`` ``search``     answers
+``scores``                                        frames for a notebook
 """
 
 import csv
@@ -25,11 +25,15 @@ DATA = Path(__file__).parents[1] / "shipped" / "data" / "reference" / "scaling"
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 T = TypeVar("T")
+# Pydantic compiles a validator per class, which takes longer than a row does.
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def read_table(name: str) -> list[dict[str, str]]:
-    """Rows of `name`.csv in `data/reference/scaling/`: texts by column, without the empty ones."""
+    """Return rows of `name`.csv in `data/reference/scaling/`: texts by column, without empty ones.
+
+    A column that a row leaves empty has the default of its dataclass.
+    """
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return [
             {column: text for column, text in row.items() if text} for row in csv.DictReader(file)
@@ -39,12 +43,10 @@ def read_table(name: str) -> list[dict[str, str]]:
 def validate(
     kind: type[T], values: Mapping[str, Any], *, keys: Mapping[str, str] | None = None
 ) -> T:
-    """Make an instance of a dataclass from values by field.
+    """Make an instance of a dataclass from values by field; None is the default.
 
-    None is the default. Other names are ignored.
-
-    ValueError for the first wrong field. Numbers may be texts, unless a JSON file's `keys` of the
-    fields are given.
+    Other names are ignored. ValueError for the first wrong field. Numbers may be texts, unless a
+    JSON file's `keys` of the fields are given: there, 32 and "32" differ.
     """
     adapter = _adapter(kind)
     present = {name: value for name, value in values.items() if value is not None}
@@ -55,10 +57,11 @@ def validate(
             result = adapter.validate_python(present)
     except ValidationError as error:
         name, problem = first_problem(error)
+        # A reader knows the file's own name of a field.
         name = (keys or {}).get(name, name)
-        raise ValueError(
-            f"expected {name} {problem.replace('should', 'to', 1)}" if name else problem
-        ) from None
+        if name:
+            problem = f"expected {name} {problem.replace('should', 'to', 1)}"
+        raise ValueError(problem) from None
     return result
 
 
@@ -72,4 +75,6 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "missing":
         return name, "should be stated"
-    return name, f"{message}, got {str(first['input'])[:40]!r}" if name else message
+    if name:
+        message += f", got {str(first['input'])[:40]!r}"
+    return name, message

@@ -19,10 +19,8 @@ SPREADS: Mapping[str, float] = {
     "tp_exposed": 0.4,
     "network_efficiency": 0.3,
 }
-"""Quantities that differ between frameworks and sites.
-
-With the standard deviation of ln(value) between them.
-"""
+"""Quantities that differ between frameworks and sites, and how much: the standard deviation of
+ln(value)."""
 NOISE = 0.08
 """Standard deviation of ln(seconds) of one run around a calibrated model."""
 
@@ -30,57 +28,49 @@ NOISE = 0.08
 def calibrate(
     runs: Sequence[Run], measured_s: Sequence[float], *, base: str = "generic"
 ) -> Constants:
-    """Return constants with the most likely profile of these steps (maximum a posteriori).
+    """Return constants with the most likely profile, by these times and the `SPREADS`.
 
-    Given these times and the spread between frameworks.
-
-    Runs to predict have `CALIBRATED` as their framework. `base` is the framework that the profile
-    starts from. ValueError for fewer than three runs, or times that are not positive.
+    Maximum a posteriori. Runs to predict have `CALIBRATED` as their framework. `base` is the
+    framework that the profile starts from. ValueError for fewer than three runs, or times that are
+    not positive.
     """
     from scipy.optimize import least_squares  # half a second to import
 
     times = np.asarray(measured_s, dtype=np.float64)
-    if (
-        len(runs) < MIN_RUNS
-        or len(times) != len(runs)
-        or not (np.isfinite(times) & (times > 0)).all()
-    ):
+    are_times = len(times) == len(runs) and (np.isfinite(times) & (times > 0)).all()
+    if len(runs) < MIN_RUNS or not are_times:
         raise ValueError(
             f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs"
         )
     constants = load_constants()
     columns = as_calibrated(runs)
 
-    def moved(shift: Numbers, unfused: float) -> Constants:
-        values = zip(SPREADS, np.exp(shift), strict=True)
-        changed = {
-            quantity: constants.value(quantity, base) * float(factor) for quantity, factor in values
-        }
-        return constants.with_profile(CALIBRATED, base, changed | {"unfused_attention": unfused})
+    def shifted(shift: Numbers, unfused: float) -> Constants:
+        values = {"unfused_attention": unfused}
+        for quantity, log_factor in zip(SPREADS, shift, strict=True):
+            values[quantity] = constants.value(quantity, base) * float(np.exp(log_factor))
+        return constants.with_profile(CALIBRATED, base, values)
 
     def residuals(shift: Numbers, unfused: float) -> Numbers:
-        predicted = predict_step_s(columns.with_constants(moved(shift, unfused)))
-        return np.concatenate(
-            [soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())]
-        )
+        predicted = predict_step_s(columns.with_constants(shifted(shift, unfused)))
+        errors = soft_l1(np.log(predicted / times) / NOISE)
+        # Three runs do not determine six numbers: what they leave open stays near `base`.
+        return np.concatenate([errors, shift / list(SPREADS.values())])
 
     # A table of runs does not say whether attention is tiled: the better fit decides.
-    fits = [
-        (least_squares(residuals, np.zeros(len(SPREADS)), args=(unfused,)), unfused)
-        for unfused in (0.0, 1.0)
-    ]
-    best, unfused = min(fits, key=lambda fit: fit[0].cost)
-    return moved(best.x, unfused)
+    start = np.zeros(len(SPREADS))
+    tiled = least_squares(residuals, start, args=(0.0,))
+    unfused = least_squares(residuals, start, args=(1.0,))
+    if unfused.cost < tiled.cost:
+        return shifted(unfused.x, 1.0)
+    return shifted(tiled.x, 0.0)
 
 
 def as_calibrated(runs: Sequence[Run], constants: Constants | None = None) -> Runs:
-    """A user's runs, of no published table, under the profile that `calibrate` fits."""
+    """Return a user's runs, of no published table, under the profile that `calibrate` fits."""
     return Runs([replace(run, framework=CALIBRATED, table="") for run in runs], constants)
 
 
 def soft_l1(errors: Numbers) -> Numbers:
-    """Return residuals whose squares are twice the soft L1 loss.
-
-    So an outlier does not bend the others.
-    """
+    """Return residuals whose squares are twice the soft L1 loss: outliers bend little."""
     return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))

@@ -65,7 +65,7 @@ NEAREST: Sequence[tuple[str, str]] = (
 
 
 def find_framework(name: str) -> str | None:
-    """The published framework that a name, or a table's name, means; None for an unknown one."""
+    """Return the published framework that a name, or a table's, means; None if unknown."""
     words = re.sub("[ _]", "-", name.strip().lower())
     if words.replace("-", "_") in TABLES:
         return TABLES[words.replace("-", "_")]
@@ -104,40 +104,39 @@ class Constants:
     parents: Mapping[str, str]
 
     def value(self, quantity: str, name: str) -> float:
-        """A name's value, else its nearest ancestor's, else the default."""
+        """Return a name's value, else its nearest ancestor's, else the default."""
         values = self.table[quantity]
         while name not in values and name in self.parents:
             name = self.parents[name]
-        return values[next(key for key in (name, "default", "all") if key in values)]
+        for key in (name, "default"):
+            if key in values:
+                return values[key]
+        return values["all"]
 
     def with_profile(self, name: str, base: str, values: Mapping[str, float]) -> "Constants":
-        """Add a user's profile, which runs name as their framework.
-
-        Some quantities differ from those of `base`.
-        """
-        new = {
+        """Return these constants with a user's profile `name`: `base` with other `values`."""
+        changed = {
             quantity: {**self.table[quantity], name: value} for quantity, value in values.items()
         }
-        return Constants({**self.table, **new}, {**self.parents, name: base})
+        return Constants({**self.table, **changed}, {**self.parents, name: base})
 
 
 @cache
 def read_constants() -> tuple[Constant, ...]:
-    """The rows of `constants.csv`."""
+    """Return the rows of `constants.csv`."""
     return tuple(validate(Constant, row) for row in read_table("constants"))
 
 
 def from_values(constants: Iterable[Constant], values: Mapping[str, float]) -> Constants:
-    """Constants with other values of some, by `Constant.name`."""
+    """Return constants with other values of some, by `Constant.name`."""
     table: dict[str, dict[str, float]] = {}
     for constant in constants:
-        table.setdefault(constant.quantity, {})[constant.key] = values.get(
-            constant.name, constant.value
-        )
+        by_key = table.setdefault(constant.quantity, {})
+        by_key[constant.key] = values.get(constant.name, constant.value)
     return Constants(table, PARENTS)
 
 
 @cache
 def load_constants() -> Constants:
-    """The constants in use."""
+    """Return the constants in use."""
     return from_values(read_constants(), {})

@@ -15,10 +15,7 @@ from labkit.scaling import read_table, validate
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A kind of GPU, how many share a node, and the network between nodes.
-
-    `network_gbps`: all links of a node together, gigabits per second in one direction.
-    """
+    """A kind of GPU, how many share a node, and the network between nodes."""
 
     name: str
     architecture: str
@@ -59,15 +56,16 @@ class Hardware:
         gpus_per_node: int | None = None,
         bus_gb_s: float | None = None,
     ) -> "Hardware":
-        """The same GPU in another node or network; None keeps the declared value."""
+        """Return the same GPU in another node or network; None keeps the declared value."""
+        # A rack of linked nodes stays one. Otherwise a domain of fast links is the new node.
+        has_rack = self.link_gpus > self.gpus_per_node
+        rack_gpus = self.link_gpus if has_rack else 0
         return replace(
             self,
             network_gbps=network_gbps or self.network_gbps,
             gpus_per_node=gpus_per_node or self.gpus_per_node,
             bus_gb_s=bus_gb_s or self.bus_gb_s,
-            link_gpus=max(
-                gpus_per_node or 0, self.link_gpus if self.link_gpus > self.gpus_per_node else 0
-            ),
+            link_gpus=max(gpus_per_node or 0, rack_gpus),
         )
 
 
@@ -90,6 +88,7 @@ def find_hardware(name: str) -> Hardware:
         return exact
     memory = re.search(r"-(\d+)gb$", words)
     stem = words[: memory.start()] if memory else words
+    # "4090" is an RTX 4090.
     beginnings = (f"{stem}-", f"rtx-{stem}-")
     family = [card for known, card in _BY_NAME.items() if known.startswith(beginnings)]
     if not family:
@@ -117,14 +116,19 @@ def _normalize(name: str) -> str:
     `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` become this project's spelling.
     """
     words = re.sub(r"[\s_]+", "-", name.lower())
+    # Makers and product lines, which not everybody writes.
     words = re.sub(
         r"nvidia|amd|geforce|quadro|tesla|instinct|(server|workstation)-edition|-generation",
         "",
         words,
     )
-    words = re.sub(r"-(hbm\d\w?|oam|server|ws)(?=-|$)", "", re.sub(r"sxm\d", "sxm", words))
+    # The generation of a socket or of memory says nothing that the GPU's name does not.
+    words = re.sub(r"sxm\d", "sxm", words)
+    words = re.sub(r"-(hbm\d\w?|oam|server|ws)(?=-|$)", "", words)
     words = words.replace("gh200-480gb", "gh200")  # the CPU's memory
     words = re.sub(r"-+", "-", words).strip("-")
-    if form := re.fullmatch(r"(.+)-(\d+gb)-(pcie|sxm)", words):
-        words = f"{form[1]}-{form[3]}-{form[2]}"
+    # `nvidia-smi` has the memory before the form, tables have it behind.
+    memory_first = re.fullmatch(r"(.+)-(\d+gb)-(pcie|sxm)", words)
+    if memory_first is not None:
+        words = f"{memory_first[1]}-{memory_first[3]}-{memory_first[2]}"
     return words

@@ -23,17 +23,15 @@ from labkit.scaling.step_time import predict_step_s
 OTHERS = "other sources"
 """Sources of known frameworks without widths of their own."""
 UNKNOWN = "unknown framework"
+# Log units per root of a unit of distance. Errors hardly grow with the distance, but without a
+# slope models of twice the size are covered in 73%.
 SLOPE = 0.08
-"""Log units per root of a unit of distance.
-
-Errors hardly grow with the distance: without a slope, models of twice the size are covered in 73%.
-"""
 MEMORY = "memory, "
 """What the widths of memory begin with."""
 MEASURED_MEMORY = ("nanotron", "simumax")
 """Tables with enough published peaks for a width of their own."""
+# Folds judge 1% of their predictions further away, so their error is unknown.
 MAX_DISTANCE = 10.0
-"""Folds judge 1% of their predictions further away, so their error is unknown."""
 Widths = Mapping[str, tuple[float, float]]
 """Source -> its width at the low and at the high end, in log units."""
 Ends = tuple[Numbers, Numbers]
@@ -41,10 +39,8 @@ Ends = tuple[Numbers, Numbers]
 
 
 def find_sources(runs: Runs, measured: Runs) -> Texts:
-    """Return the names of the widths that runs have, (n,).
-
-    The table that a run is of, if it is measured; else whether its framework is.
-    """
+    """Return the names of the widths that runs have, (n,)."""
+    # The table that a run is of, if it is measured; else whether its framework is.
     frameworks = {*measured.framework.tolist()} - {GENERIC}
     elsewhere = np.select(
         [runs.framework == CALIBRATED, np.isin(runs.framework, list(frameworks))],
@@ -57,14 +53,15 @@ def find_sources(runs: Runs, measured: Runs) -> Texts:
 def profile_range(runs: Runs, seconds: Numbers, sources: Texts) -> Ends:
     """Return log distances from `seconds` to the fastest and to the slowest published framework.
 
-    0 for runs whose framework is named. nanotron's engine, for one, stalls in pipelines with tensor
-    parallelism over nodes, where others do not.
+    0 for runs whose framework is named.
     """
     low = np.zeros(len(runs))
     high = np.zeros(len(runs))
     rows = (sources == UNKNOWN) & (runs.framework == GENERIC)
     if not rows.any():
         return low, high
+    # By layout, not one width for all: nanotron's engine, for one, stalls in pipelines with tensor
+    # parallelism over nodes, where others do not.
     unnamed = runs.take(rows)
     profiles = runs.constants.table["slowdown"].keys() - {"default"}
     by_profile = [predict_step_s(unnamed.with_framework(name)) for name in sorted(profiles)]
@@ -84,10 +81,8 @@ def sum_exponents(sources: Texts, distance: Numbers, ranges: Ends, widths: Width
 
 
 def memory_ends(runs: Runs, peak_gib: Numbers, widths: Widths) -> Ends:
-    """Return both ends of the 90% interval of peak memory in GiB.
-
-    Widths are of the table or the framework whose memory was published, or of all others.
-    """
+    """Return both ends of the 90% interval of peak memory in GiB."""
+    # Widths are of the table or the framework whose memory was published, or of all others.
     names = np.where(np.isin(runs.table, MEASURED_MEMORY), runs.table, runs.framework)
     sources = np.where(np.isin(names, MEASURED_MEMORY), names, OTHERS)
     exponents = np.array([widths[MEMORY + source] for source in sources.tolist()])
@@ -96,7 +91,7 @@ def memory_ends(runs: Runs, peak_gib: Numbers, widths: Widths) -> Ends:
 
 @cache
 def load_widths() -> Widths:
-    """The widths in use."""
+    """Return the widths in use."""
     return {
         row["width"]: (float(row["low"]), float(row["high"])) for row in read_table("intervals")
     }
@@ -112,13 +107,13 @@ def find_ends(runs: Runs, seconds: Numbers, exponents: Ends) -> Ends:
 
 
 def fastest_s(runs: Runs) -> Numbers:
-    """Seconds of the model's FLOPs at the highest matmul rate that was published for the GPU."""
+    """Return seconds of the model's FLOPs at the GPU's highest published matmul rate."""
     is_fp8 = (runs.precision == "fp8") & (runs.fp8_matmul_tflops > 0)
     return _seconds_at(runs, np.where(is_fp8, runs.fp8_matmul_tflops, runs.matmul_tflops))
 
 
 def peak_s(runs: Runs) -> Numbers:
-    """Seconds of the model's FLOPs at the peak of all GPUs."""
+    """Return seconds of the model's FLOPs at the peak of all GPUs."""
     fp8 = np.where(runs.precision == "fp8", runs.fp8_ratio, 1.0)
     return _seconds_at(runs, runs.peak_tflops * fp8)
 

@@ -20,7 +20,7 @@ MAX_HELD_SHARE = 0.2
 
 
 def peak_gib(stages: Mapping[str, Numbers]) -> Numbers:
-    """Peak of the fullest stage, (n,)."""
+    """Return the peak of the fullest stage, (n,)."""
     return np.sum(list(stages.values()), axis=0).max(axis=1) / GIB
 
 
@@ -49,10 +49,8 @@ def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Num
 def micro_batches_alive(runs: Runs) -> Numbers:
     """Return micro-batches whose activations a stage holds at once, (n, stages).
 
-    min(m, pp - i) of stage i under 1F1B.
-
-    Interleaved, the first stage holds 1 + (pp - 1)/(pp vp) times as much (arXiv:2205.05198, section
-    4.2.3).
+    min(m, pp - i) of stage i under 1F1B; interleaved, 1 + (pp - 1)/(pp vp) times as much
+    (arXiv:2205.05198, section 4.2.3).
     """
     stages = int(runs.pp.max())
     index = np.arange(stages)[None, :]
@@ -64,9 +62,9 @@ def micro_batches_alive(runs: Runs) -> Numbers:
 
 
 def stage_bytes(runs: Runs) -> dict[str, Numbers]:
-    """Return reserved bytes of every stage by part, (n, stages).
+    """Return reserved bytes of every stage by part, which add up to its peak, (n, stages).
 
-    They add up to its peak; 0 beyond a run's pp.
+    0 beyond a run's pp.
     """
     layers = runs.stage_layers
     index = np.arange(layers.shape[1])[None, :]
@@ -75,16 +73,16 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
     exists = index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)
     sharded = runs.shard_ranks[:, None]
-    whole = ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
-    weights = np.where(whole, 2 * parameters, 0.0)
-    # two layers gathered
-    weights = weights + np.where(whole, 0.0, 4 * (runs.layer_parameters / runs.tp)[:, None])
+    # In bf16: all parameters, or two gathered layers, the one that computes and the next.
+    is_whole = ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
+    gathered = 4 * (runs.layer_parameters / runs.tp)[:, None]
+    weights = np.where(is_whole, 2 * parameters, gathered)
     # 80 rows of mosaic keep master weights and states in 16 bits; they would not fit otherwise.
     low = runs.has("low_precision_master")[:, None]
     gradients = np.where(low, 2.0, runs["gradient_bytes"][:, None]) * parameters
-    gradients = gradients / np.where(
-        np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0
-    )
+    is_scattered = np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None]
+    gradients = gradients / np.where(is_scattered, sharded, 1.0)
+    # Master weights in float32 and AdamW's two states.
     optimizer = np.where(low, 4.0, 12.0) * parameters / sharded
     saved, again = layer_activations(runs, runs["unfused_attention"], runs["fused_operators"])
     activations = (saved * runs["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
@@ -119,11 +117,9 @@ def _held_gathers(runs: Runs) -> Numbers:
 
 
 def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) -> Numbers:
-    """Return parameters on a rank of each stage.
-
-    A tied model of several stages has the embedding at both ends.
-    """
-    embedding = runs.embedding_parameters[:, None] * (
-        is_first + is_last * ((runs.tied == 0) | (runs.pp > 1))[:, None].astype(float)
-    )
-    return (layers * runs.layer_parameters[:, None] + embedding) / runs.tp[:, None]
+    """Return parameters on a rank of each stage."""
+    # A tied model of several stages has the embedding at both ends.
+    has_head = is_last & ((runs.tied == 0) | (runs.pp > 1))[:, None]
+    ends = is_first.astype(float) + has_head
+    parameters = layers * runs.layer_parameters[:, None]
+    return (parameters + ends * runs.embedding_parameters[:, None]) / runs.tp[:, None]

@@ -92,6 +92,7 @@ class Model:
             raise ValueError(
                 f"expected heads to be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
             )
+        # The class is frozen; these are defaults that depend on other fields.
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
@@ -143,18 +144,17 @@ def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False
 
 
 def _read_models() -> tuple[dict[str, Model], dict[str, Model]]:
-    """Return models by name, and by the letters of names and aliases.
-
-    The published ones and labkit's sizes.
-    """
+    """Return the published models and labkit's by name, and by letters of names and aliases."""
     rows = read_table("models")
     models = {row["name"]: validate(Model, row) for row in rows}
-    for name, one in SIZES.items():
-        layers = one.n_layers
-        hidden = one.d_model
-        heads = one.n_heads
+    for name, shape in SIZES.items():
         models[name] = Model(
-            layers=layers, hidden=hidden, heads=heads, ffn=one.d_ff, vocab=one.vocabulary, name=name
+            layers=shape.n_layers,
+            hidden=shape.d_model,
+            heads=shape.n_heads,
+            ffn=shape.d_ff,
+            vocab=shape.vocabulary,
+            name=name,
         )
     aliases = {
         alias: models[row["name"]] for row in rows for alias in row.get("aliases", "").split()
@@ -163,7 +163,8 @@ def _read_models() -> tuple[dict[str, Model], dict[str, Model]]:
 
 
 def _letters(name: str) -> str:
-    """Letters and digits only, in lower case; points between digits stay."""
+    """Return letters and digits alone, in lower case; points between digits stay."""
+    # llama-3.1-8b is not llama-31-8b; people write all else as they like.
     return re.sub(r"[^a-z0-9.]|(?<!\d)\.|\.(?!\d)", "", name.lower())
 
 
@@ -178,25 +179,25 @@ def find_model(name: str) -> Model:
     ValueError for an unknown one, with the nearest names; for a bare size, `7B`, with the models of
     that size.
     """
-    words = _letters(name.strip().rpartition("/")[2])
+    stated = name.strip().rpartition("/")[2].lower()
+    words = _letters(stated)
     # One ending at a time, since names have several: -instruct-hf, -v0.3-chat.
-    while words not in _BY_LETTERS and (shorter := _ENDINGS.sub("", words)) not in (words, ""):
+    while words:
+        if words in _BY_LETTERS:
+            return _BY_LETTERS[words]
+        shorter = _ENDINGS.sub("", words)
+        if shorter == words:
+            break
         words = shorter
-    if words in _BY_LETTERS:
-        return _BY_LETTERS[words]
+    # Models with a similar name are dense, and nobody meant those.
     if _MIXTURE.search(name):
-        # models with a similar name are dense, and nobody meant those
         raise ValueError(f"unknown model {name[:60]!r}: {NO_MIXTURES}")
     near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
-    near = near or difflib.get_close_matches(
-        name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5
-    )
-    hint = (
-        f"; did you mean {', '.join(near)}?"
-        if near
-        else f"; there are {', '.join(NAMED)}, or a config.json"
-    )
-    raise ValueError(f"unknown model {name[:60]!r}{hint}")
+    near = near or difflib.get_close_matches(stated[:60], NAMED, n=3, cutoff=0.5)
+    hint = f"there are {', '.join(NAMED)}, or a config.json"
+    if near:
+        hint = f"did you mean {', '.join(near)}?"
+    raise ValueError(f"unknown model {name[:60]!r}; {hint}")
 
 
 def read_model(path: Path) -> Model:
@@ -206,23 +207,25 @@ def read_model(path: Path) -> Model:
     """
     path = path / "config.json" if path.is_dir() else path
     try:
-        # a device or a pipe may never end
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            raise ValueError(
-                "it is larger than 1 MiB" if path.is_file() else "there is no such file"
-            )
+        # Not a device or a pipe, which may never end.
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError("it is larger than 1 MiB")
         config = _parse_config(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
     where = ""
     is_mixture = any(key in config for key in _PER_TOKEN)
-    tie = config.get("tie_word_embeddings")
-    # A multimodal model: the sizes of its language model count, which may lie deeper.
-    while key := next((k for k in _LANGUAGE_MODEL if isinstance(config.get(k), dict)), None):
-        config = {"tie_word_embeddings": tie, **config[key]}
-        tie = config["tie_word_embeddings"]
-        is_mixture |= any(key in config for key in _PER_TOKEN)
+    # A multimodal model: the sizes of its language model count, which may lie two levels deep.
+    while True:
+        key = next((one for one in _LANGUAGE_MODEL if isinstance(config.get(one), dict)), None)
+        if key is None:
+            break
+        # The outer part may say whether the inner one's embeddings are tied.
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config[key]}
+        is_mixture |= any(one in config for one in _PER_TOKEN)
         where = f" under `{key}`"
     if is_mixture:
         raise ValueError(f"{str(path)[-80:]}: {NO_MIXTURES}")
@@ -263,19 +266,23 @@ def _parse_config(text: str) -> dict[str, Any]:
 
 
 def _folder_name(folder: Path) -> str:
-    """The folder's name; in Hugging Face's cache the model's:
-    `models--OWNER--NAME/snapshots/HASH`."""
+    """Return the folder's name, or the model's in Hugging Face's cache.
+
+    There it is `models--OWNER--NAME/snapshots/HASH`.
+    """
     if folder.parent.name == "snapshots" and "--" in folder.parents[1].name:
         folder = folder.parents[1]
     return folder.name.rpartition("--")[2]
 
 
 def _model(config: Mapping[str, Any], kind: str, name: str) -> Model:
+    # Without any of its names, a size is missed under the first one.
     keys = {
         size: next((key for key in names if key in config), names[0])
         for size, names in _SIZES.items()
     }
     values = {size: config.get(key) for size, key in keys.items()}
+    # MPT has a ratio in the place of a width.
     if kind == "mpt" and all(type(config.get(k)) is int for k in ("d_model", "expansion_ratio")):
         values["ffn"] = config["d_model"] * config["expansion_ratio"]
     tie = config.get("tie_word_embeddings")

@@ -32,19 +32,27 @@ MEASURED = {
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Return the cells of every row with `COLUMNS`; a refused row has only the note."""
+    # All at once: a formula on columns takes as long for one run as for hundreds.
     possible = [row.run for row in rows if row.run is not None]
-    predicted = _cells(predict_runs(Runs(possible))) if possible else iter(())
-    return [
-        _merge(row, next(predicted) if row.run else {"note": f"refused: {row.refusal}"})
-        for row in rows
-    ]
+    predicted: Iterator[dict[str, str]] = iter(())
+    if possible:
+        predicted = _cells(predict_runs(Runs(possible)))
+    merged = []
+    for row in rows:
+        cells = {"note": f"refused: {row.refusal}"}
+        if row.run is not None:
+            cells = next(predicted)
+        merged.append(_merge(row, cells))
+    return merged
 
 
 def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
+    """Yield the cells of each prediction."""
     measured = load_measured()
     low, high = predictions.interval_90()
     for at in range(len(predictions.runs)):
-        if reason := predictions.refusal_reason(at):
+        reason = predictions.refusal_reason(at)
+        if reason is not None:
             yield {"note": f"refused: {reason}"}
             continue
         yield {
@@ -65,7 +73,7 @@ def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
 
 
 def _fits_cell(predictions: Predictions, at: int) -> str:
-    """1 if the upper end of memory fits, 0 if the lower end does not, else empty."""
+    """Return 1 if the upper end of memory fits, 0 if the lower end does not, else nothing."""
     if predictions.fits[at]:
         return "1"
     limit_gib = FITS_SHARE * predictions.runs.memory_gib[at]
@@ -73,14 +81,13 @@ def _fits_cell(predictions: Predictions, at: int) -> str:
 
 
 def _merge(row: Row, predicted: Mapping[str, str]) -> dict[str, str]:
-    """A row's cells, its prediction, and the assumptions about empty cells."""
+    """Return a row's cells, its prediction, and the assumptions about empty cells."""
     cells = {MEASURED.get(name, name): value for name, value in row.cells.items()}
-    notes = [
-        note
-        for note in (predicted["note"], *(f"assumed: {name}" for name in row.assumptions))
-        if note
-    ]
+    # The input may be an output of `labkit predict`.
     cells = {name: value for name, value in cells.items() if name not in COLUMNS}
+    notes = [f"assumed: {name}" for name in row.assumptions]
+    if predicted["note"]:
+        notes.insert(0, predicted["note"])
     return cells | dict.fromkeys(COLUMNS, "") | dict(predicted) | {"note": "; ".join(notes)}
 
 
@@ -92,7 +99,8 @@ def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     encoding = getattr(out, "encoding", None) or "utf-8"
     writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    for row in [dict(zip(names, names, strict=True)), *rows]:
+    writer.writeheader()
+    for row in rows:
         writer.writerow(
             {name: text.encode(encoding, "replace").decode(encoding) for name, text in row.items()}
         )

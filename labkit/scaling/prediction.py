@@ -14,14 +14,12 @@ from labkit.scaling.published import DIFFERENCE, DOUBLING, find_nearest, load_me
 from labkit.scaling.runs import Layout, Run, Runs, impossible_reason
 from labkit.scaling.step_time import breakdown
 
+# Share of a GPU's memory that PyTorch can reserve; the runtime and NCCL have the rest. Published:
+# up to 77.4 of 80 GB.
 FITS_SHARE = 0.94
-"""Share of a GPU's memory that PyTorch can reserve; the runtime and NCCL have the rest. Published:
-up to 77.4 of 80."""
+# Share from which published runs are often 1.5 to 8 times slow: the allocator frees and allocates
+# again inside the step.
 UNSTABLE_SHARE = 0.88
-"""Share from which runs are often 1.5 to 8 times slow.
-
-The allocator frees and allocates again inside the step.
-"""
 FITS_RISK = 0.05
 MAY_FIT_RISK = 0.5
 """Risks of running out of memory below which a run fits, or may."""
@@ -54,10 +52,7 @@ class Prediction:
     parts_s: Mapping[str, float]
     """Parts that add up to `step_s`; of collectives, only the exposed time."""
     mfu: float
-    """Model FLOPs over the bf16 or fp8 peak.
-
-    6 FLOPs per parameter and token plus 12 L q S^2 per sequence (all scores).
-    """
+    """Model FLOPs (`step_flops`, with all scores) over the bf16 or fp8 peak."""
     memory_gib: Sequence[Mapping[str, float]]
     """By pipeline stage and part; each stage's parts add up to its reserved memory."""
     peak_gib: float
@@ -81,7 +76,7 @@ class Prediction:
 
     @property
     def interval_mfu(self) -> tuple[float, float]:
-        """The 90% interval of the MFU."""
+        """Return the 90% interval of the MFU."""
         low_s, high_s = self.interval_90
         return self.mfu * self.step_s / high_s, self.mfu * self.step_s / low_s
 
@@ -122,26 +117,27 @@ class Predictions:
 
     def _prediction(self, row: int, interval_90: tuple[float, float]) -> Prediction:
         layout = self.runs.origin[row].layout
-        parts = self.stages.items()
+        by_stage = [
+            {part: values[row, stage].item() / memory.GIB for part, values in self.stages.items()}
+            for stage in range(layout.pp)
+        ]
+        numbers = {
+            one.name: self.columns[one.name][row].item()
+            for one in fields(Prediction)
+            if one.name in self.columns
+        }
         return Prediction(
             layout=layout,
             interval_90=interval_90,
             peak_90=(float(self.peak_low[row]), float(self.peak_high[row])),
             parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
-            memory_gib=[
-                {name: values[row, at].item() / memory.GIB for name, values in parts}
-                for at in range(layout.pp)
-            ],
+            memory_gib=by_stage,
             warnings=tuple(self.warnings(row)),
-            **{
-                one.name: self.columns[one.name][row].item()
-                for one in fields(Prediction)
-                if one.name in self.columns
-            },
+            **numbers,
         )
 
     def interval_90(self, rows: Any = slice(None)) -> intervals.Ends:
-        """Both ends of the 90% intervals of these rows, in seconds."""
+        """Return both ends of the 90% intervals of these rows, in seconds."""
         runs = self.runs.take(rows)
         predicted = self.predicted_s[rows]
         sources = intervals.find_sources(runs, load_measured())
@@ -189,10 +185,12 @@ class Predictions:
 
 def predict(run: Run, constants: Constants | None = None) -> Prediction:
     """Predict one step. ValueError for an impossible layout, or too far from measured runs."""
-    if reason := impossible_reason(run.layout, run.model, run.seq_len):
+    reason = impossible_reason(run.layout, run.model, run.seq_len)
+    if reason is not None:
         raise ValueError(reason)
     predictions = predict_runs(Runs([run], constants))
-    if reason := predictions.refusal_reason(0):
+    reason = predictions.refusal_reason(0)
+    if reason is not None:
         raise ValueError(reason)
     return predictions.prediction(0)
 
@@ -205,6 +203,7 @@ def predict_runs(runs: Runs) -> Predictions:
     is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
     distance, nearest = find_nearest(runs, load_measured())
     predicted = np.sum(list(parts.values()), axis=0)
+    # No step is faster than the highest published rate of matmuls; parts still add up to it.
     seconds = np.maximum(predicted, intervals.fastest_s(runs))
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     peak_low, peak_high = intervals.memory_ends(runs, peak_gib, intervals.load_widths())
@@ -234,4 +233,5 @@ def _overflow_risk(peak: Numbers, low: Numbers, high: Numbers, limit: Numbers) -
     above = np.log(limit / peak) / np.maximum(np.log(high / peak), 1e-6)
     below = np.log(limit / peak) / np.maximum(np.log(peak / low), 1e-6)
     sigmas = SIGMAS * np.where(limit > peak, above, below)
-    return 1 / (1 + np.exp(1.79 * np.clip(sigmas, -20, 20)))  # exact at 0 and at 1.645
+    # A logistic curve in the place of the normal one, exact at 0 and at 1.645.
+    return 1 / (1 + np.exp(1.79 * np.clip(sigmas, -20, 20)))

@@ -66,26 +66,25 @@ class Neighbor:
 
 @cache
 def load_published() -> Runs:
-    """All published runs; fields of `PublishedRun` are columns, too."""
-    rows = [
-        (file, row, row.run)
-        for file in FILES
-        for row in read_rows(DATA / f"{file}.csv")
-        if row.run is not None
-    ]
-    return Runs(
-        [
-            PublishedRun(
-                **vars(run),
-                key=f"{file}:{row.line}",
-                status="suspect" if row.cells.get("suspect") else row.cells["status"],
-                step_s=row.step_s or np.nan,
-                mfu=float(row.cells.get("mfu_percent") or "nan") / 100,
-                reserved_gib=float(row.cells.get("peak_reserved_gib") or "nan"),
+    """Return all published runs; fields of `PublishedRun` are columns, too."""
+    published = []
+    for file in FILES:
+        for row in read_rows(DATA / f"{file}.csv"):
+            # A few rows are in fp32, which is not predicted.
+            if row.run is None:
+                continue
+            cells = row.cells
+            published.append(
+                PublishedRun(
+                    **vars(row.run),
+                    key=f"{file}:{row.line}",
+                    status="suspect" if cells.get("suspect") else cells["status"],
+                    step_s=row.step_s or np.nan,
+                    mfu=float(cells.get("mfu_percent") or "nan") / 100,
+                    reserved_gib=float(cells.get("peak_reserved_gib") or "nan"),
+                )
             )
-            for file, row, run in rows
-        ]
-    )
+    return Runs(published)
 
 
 def is_timed(published: Runs) -> Flags:
@@ -95,15 +94,13 @@ def is_timed(published: Runs) -> Flags:
 
 @cache
 def load_measured() -> Runs:
-    """The timed published runs."""
+    """Return the timed published runs."""
     return load_published().take(is_timed(load_published()))
 
 
 @cache
 def held_out_s(fold: str) -> Numbers:
-    """Return seconds of every published run as a fold predicts it, (n,).
-
-    nan if the fold does not judge it.
+    """Return seconds of every published run as a fold predicts it, (n,); nan if it does not.
 
     `benchmarks/fit_scaling.py --write` writes the predictions.
     """
@@ -115,7 +112,10 @@ def held_out_s(fold: str) -> Numbers:
 
 
 def distances(runs: Runs, others: Runs) -> Numbers:
-    """Distance of each run from each of `others`, (n, m); 1 is a doubling of the GPUs."""
+    """Return the distance of each run from each of `others`, (n, m).
+
+    1 is a doubling of the GPUs.
+    """
     away = np.zeros((len(runs), len(others)))
     for name, weight in DOUBLING.items():
         ours = weight * np.log2(getattr(runs, name))
@@ -151,7 +151,7 @@ def find_nearest(runs: Runs, measured: Runs) -> tuple[Numbers, NDArray[np.intp]]
 
 
 def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
-    """The timed runs most like `run`, at most one per table, model and number of GPUs.
+    """Return the timed runs most like `run`, at most one per table, model and number of GPUs.
 
     Their predictions know the framework only if `run` names a published one.
     """
@@ -170,7 +170,7 @@ def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
 
 
 def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
-    """The first `count` rows of different keys, in their order."""
+    """Return the first `count` rows of different keys, in their order."""
     first: dict[object, int] = {}
     for row in rows:
         first.setdefault(key(row), row)

@@ -74,12 +74,14 @@ class Layout:
         return ", ".join(degrees + sharding) or "one GPU"
 
     def __str__(self) -> str:
-        """The arrangement, and chunks of an interleaved schedule."""
-        return self.arrangement + (f", {self.vp} chunks per stage" if self.vp > 1 else "")
+        """Return the arrangement, and chunks of an interleaved schedule."""
+        if self.vp == 1:
+            return self.arrangement
+        return f"{self.arrangement}, {self.vp} chunks per stage"
 
 
 def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
-    """The first reason why this layout cannot run this model, in a line; None if it can."""
+    """Return the first reason why this layout cannot run this model; None if it can."""
     return next(_reasons(layout, model, seq_len), None)
 
 
@@ -156,14 +158,14 @@ class Runs:
         self._owners: dict[str, list[Any]] = {}
 
     def __getattr__(self, name: str) -> NDArray[Any]:
-        """A column, on first use."""
-        # a copy has no runs yet, when copying asks for its methods
+        """Make a column of an attribute of the runs or their parts, on first use."""
+        # A copy has no runs yet, when copying asks for its methods.
         first = vars(self).get("origin", [None])[0]
-        parts = (
-            part for part in ("layout", "model", "hardware") if hasattr(getattr(first, part), name)
-        )
-        part = next(parts, None)
-        owners = self.origin if part is None else self._parts(part)
+        owners = self.origin
+        for part in ("layout", "model", "hardware"):
+            if hasattr(getattr(first, part), name):
+                owners = self._parts(part)
+                break
         if owners[0] is owners[-1] and len(set(map(id, owners))) == 1:
             # All layouts of a search have one model and one kind of GPU.
             values = np.full(len(owners), getattr(owners[0], name))
@@ -174,30 +176,29 @@ class Runs:
         return column
 
     def _parts(self, name: str) -> list[Any]:
-        """The layouts, models or hardware of the runs, in a list of their own on first use."""
+        """Return the layouts, models or hardware of the runs, listed on first use."""
         if name not in self._owners:
             self._owners[name] = [getattr(run, name) for run in self.origin]
         return self._owners[name]
 
     def __getitem__(self, quantity: str) -> Numbers:
-        """The constant that holds for each run, on first use."""
+        """Return the constant that holds for each run, computed on first use."""
         if quantity not in self._constants:
-            names, codes = self.codes[
-                "architecture" if quantity in BY_ARCHITECTURE else "framework"
-            ]
-            self._constants[quantity] = np.array(
-                [self.constants.value(quantity, str(name)) for name in names]
-            )[codes]
+            column = "architecture" if quantity in BY_ARCHITECTURE else "framework"
+            # Once per name, not per run: thousands of runs have a few names.
+            names, codes = self.codes[column]
+            values = [self.constants.value(quantity, str(name)) for name in names]
+            self._constants[quantity] = np.array(values)[codes]
         return self._constants[quantity]
 
     def with_constants(self, constants: Constants) -> "Runs":
-        """The same runs, with their columns so far, under other constants."""
+        """Return the same runs, with their columns so far, under other constants."""
         other = Runs(self.origin)
         other.__dict__ |= self.__dict__ | {"constants": constants, "_constants": {}}
         return other
 
     def with_framework(self, name: str) -> "Runs":
-        """The same runs, with their columns so far, under the constants of one framework."""
+        """Return the same runs, with their columns so far, under the constants of one framework."""
         other = self.with_constants(self.constants)
         other.__dict__ |= {"framework": np.full(len(self), name)}
         other.__dict__.pop("codes", None)
@@ -207,7 +208,7 @@ class Runs:
         return len(self.origin)
 
     def take(self, rows: Any) -> "Runs":
-        """The rows that a mask, indices or a slice select, with their columns so far."""
+        """Return the rows that a mask, indices or a slice select, with their columns so far."""
         chosen = np.arange(len(self))[rows]
         runs = Runs([self.origin[row] for row in chosen], self.constants)
         for name, column in vars(self).items():
@@ -275,7 +276,8 @@ class Runs:
         cost = (4 * self.hidden**2 + 3 * self.hidden * self.ffn)[:, None]
         total = layers * cost + (self.vocab * self.hidden)[:, None]
         filled = total * (index + 1) / pp / cost
-        # reaching its share filled a stage only later
+        # Costs that reach a share exactly fill the stage, but did not before a fix. Rounding must
+        # not decide that.
         tie = np.where(self.has("old_pipeline"), 1e-9, -1e-9)[:, None]
         greedy = np.minimum(np.ceil(filled + tie), layers)
         even = np.floor(layers * (index + 1) / pp)

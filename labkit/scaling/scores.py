@@ -16,9 +16,7 @@ def held_out() -> pd.DataFrame:
 
 
 def judge(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add errors in percent, and whether the 90% interval holds the measured time.
-
-    The rows are of `cross_validated.csv`.
+    """Add errors in percent to rows of `cross_validated.csv`, and whether the 90% interval holds.
 
     `distance` is from measured runs; `high_over_low` is the interval's width; `situation` is what a
     fold's fit knows of a run: its framework, only other frameworks, or no run on its GPU.
@@ -33,10 +31,7 @@ def judge(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Count judged rows by these columns.
-
-    With median error and coverage in percent, mean and median width, and median distance.
-    """
+    """Return errors and coverage in percent, widths and distances of judged rows, by columns."""
     return rows.groupby(list(by), sort=False).agg(
         rows=("error_percent", "size"),
         median_error=("error_percent", "median"),
@@ -49,20 +44,14 @@ def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def chosen_layouts() -> pd.DataFrame:
-    """Return how far proposed layouts are behind the best measured one, by table.
-
-    Mean percent over families.
-    """
+    """Return percent by which proposed layouts are behind the best measured one, by table."""
     return pd.read_csv(DATA / "chosen_layouts.csv")
 
 
 def training(
     model: str, gpu: str, gpus: Sequence[int], *, sequence: int = 8192, tokens_per_step: int = 2**24
 ) -> pd.DataFrame:
-    """Return GPU-hours per billion tokens by part, on the best layout per number of GPUs.
-
-    Parts add up to the step.
-    """
+    """Return GPU-hours per billion tokens by part, on the best layout per number of GPUs."""
     rows = []
     for count in gpus:
         batch = max(tokens_per_step // sequence, 1)

@@ -17,8 +17,8 @@ from labkit.scaling.published import distinct
 from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
 
 MAX_MICRO_BATCH = 64
+# Tokens per micro-batch and rank with several sequences: matmuls are large enough by then.
 MAX_TOKENS = 2**17
-"""Tokens per micro-batch and rank with several sequences; matmuls are large enough by then."""
 MIN_TOKENS = 4096
 """Tokens per sequence and context-parallel rank; published trainings use no fewer."""
 CHUNKS = (2, 4)
@@ -70,17 +70,19 @@ class Ranking:
     """Rows of the layouts expected to fit, the best first."""
 
     def proposed(self, count: int = PROPOSED) -> list[Prediction]:
-        """The best layout of each of the first `count` arrangements of the ranks."""
+        """Return the best layout of each of the first `count` arrangements of the ranks."""
+        # Layouts of one arrangement differ in batch and recomputation, and would fill the list.
         rows = distinct(
             self.order, lambda row: self.predictions.runs.origin[row].layout.arrangement, count
         )
         return self.predictions.some(rows)
 
     def first(self) -> Prediction:
-        """The best layout; if none fits, the one that needs the least memory."""
-        return self.predictions.prediction(
-            self.order[0] if self.order else int(np.argmin(self.predictions.peak_gib))
-        )
+        """Return the best layout; if none fits, the one that needs the least memory."""
+        row = int(np.argmin(self.predictions.peak_gib))
+        if self.order:
+            row = self.order[0]
+        return self.predictions.prediction(row)
 
 
 def rank(request: Request) -> Ranking:
@@ -100,8 +102,11 @@ def rank(request: Request) -> Ranking:
     predictions = predict_runs(Runs([request.run(layout) for layout in layouts], request.constants))
     away = predictions.distance
     nearest = int(away.argmin())
-    if reason := predictions.refusal_reason(nearest):
+    reason = predictions.refusal_reason(nearest)
+    if reason is not None:
         raise ValueError(reason)
+    # The fastest of thousands is often one whose error is large: those further away must win by
+    # more.
     preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
     is_candidate = predictions.may_fit & (away <= MAX_DISTANCE)
     order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]
@@ -109,20 +114,16 @@ def rank(request: Request) -> Ranking:
 
 
 def preference_s(predictions: Predictions) -> Numbers:
-    """Return seconds to rank by.
-
-    More with the chance of running out of memory, far more if unstable or too large.
-    """
-    # all layouts share what is not known of a framework's memory, so risk counts little
+    """Return seconds to rank by: more with the risk of running out of memory or of slow steps."""
+    # All layouts share what is not known of a framework's memory, so risk counts little.
     risk = (1 - np.minimum(predictions.out_of_memory, 0.99)) ** -RISK_EXPONENT
-    slow = np.where(predictions.is_unstable, 3.0, 1.0)  # published ones are 1.5 to 8 times slow
+    # Published steps with memory so full are 1.5 to 8 times slow.
+    slow = np.where(predictions.is_unstable, 3.0, 1.0)
     return predictions.step_s * risk * slow * np.where(predictions.may_fit, 1.0, 1e3)
 
 
 def _layouts(request: Request) -> Iterator[Layout]:
-    """Yield every arrangement of the ranks, with each batch, sharding, schedule it allows.
-
-    And each recomputation.
+    """Yield every arrangement of the ranks, with all batches, shardings and schedules it allows.
 
     Tensor parallelism stays inside a node, with equally many key heads on each rank.
     """
@@ -138,9 +139,8 @@ def _layouts(request: Request) -> Iterator[Layout]:
     inside = _powers(min(request.gpus, request.hardware.gpus_per_node))
     contexts = choices("cp", _powers(request.seq_len // MIN_TOKENS))
     for tp in choices("tp", [degree for degree in inside if model.kv_heads % degree == 0]):
-        # At most a layer per stage.
+        # At least a layer per stage: equally many, or a power of two of stages.
         stages = [pp for pp in range(1, model.layers + 1) if request.gpus // tp % pp == 0]
-        # layers each, or powers of two
         even = [pp for pp in stages if model.layers % pp == 0 or pp & (pp - 1) == 0]
         for pp, cp in product(choices("pp", even), contexts):
             dp, rest = divmod(request.gpus, tp * pp * cp)
@@ -150,7 +150,7 @@ def _layouts(request: Request) -> Iterator[Layout]:
             largest = min(
                 max(batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // request.seq_len, 1)
             )
-            # nothing is sharded over one rank, fixed or not
+            # Not by `choices`: nothing is sharded over one rank, fixed or not.
             shards = _shards(request.hardware, tp, pp, cp, dp)
             allowed = [shard for shard in shards if fixed.get("shard", shard) == shard]
             for micro_batch, shard in product(choices("micro_batch", _powers(largest)), allowed):
@@ -164,10 +164,11 @@ def _layouts(request: Request) -> Iterator[Layout]:
 
 
 def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[str]:
-    """Shardings to try. zero2 with a pipeline would reduce gradients for every micro-batch."""
+    """Yield the shardings to try."""
     yield "none"
     if dp * cp > 1:
         yield "zero1"
+        # With a pipeline it would reduce gradients for every micro-batch.
         if pp == 1:
             yield "zero2"
         yield "zero3"
@@ -176,11 +177,9 @@ def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[
 
 
 def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[int]:
-    """Yield interleaved schedules, in equal chunks of layers (arXiv:2104.04473).
-
-    Micro-batches come in groups of pp.
-    """
+    """Yield numbers of equal chunks of layers per stage; 1 is no interleaving."""
     yield 1
+    # Interleaved, micro-batches come in groups of pp (arXiv:2104.04473).
     if pp > 1 and shard in ("none", "zero1") and micro_batches % pp == 0:
         yield from (vp for vp in CHUNKS if layers % (pp * vp) == 0)
 
@@ -194,21 +193,22 @@ def _no_layout_reason(request: Request) -> str:
     total = int(np.prod(list(degrees.values()) or [1]))
     if gpus % total:
         return f"{' x '.join(degrees)} is {total}, and {gpus} GPUs cannot be divided by it"
+    # If all other degrees are fixed, so is this one.
     dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
     layout = Layout(**{"global_batch": batch, "precision": request.precision, **fixed, "dp": dp})
-    if reason := impossible_reason(layout, request.model, request.seq_len):
+    reason = impossible_reason(layout, request.model, request.seq_len)
+    if reason is not None:
         return reason
     if fixed.get("shard", "none") != "none":
         return (
             f"{fixed['shard']} divides over data-parallel ranks, and with these values there is one"
         )
-    easier = "try a batch that the number of GPUs divides"
     return (
         f"no layout divides {request.model.layers} layers and {batch} sequences over {gpus} GPUs:"
-        f" {easier}"
+        " try a batch that the number of GPUs divides"
     )
 
 
 def _powers(largest: int) -> list[int]:
-    """1, 2, 4 up to `largest`; 1 in any case."""
+    """Return 1, 2, 4 up to `largest`; 1 in any case."""
     return [1 << exponent for exponent in range(max(largest, 1).bit_length())]

@@ -33,6 +33,7 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     layer = _layer_s(runs)
     head = _head_s(runs)
     transfer = pipeline_transfer_s(runs)
+    # Of every stage, (n, stages): its layers, the head in the last one, and what it sends on.
     counts = runs.stage_layers
     index = np.arange(counts.shape[1])[None, :]
     is_last = index == runs.pp[:, None] - 1
@@ -42,14 +43,15 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
         + is_last * head[:, None]
         + exists * transfer[:, None]
     )
+    # The slowest stage of each run sets the pace: its layers and head count m times.
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
+    m = runs.micro_batches
+    parts = {name: m * counts[slowest] * seconds for name, seconds in layer.items()}
     _, bubble = schedule_s(runs, stage)
     updated = rank_parameters(runs) / runs.shard_ranks
-    return {
-        name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()
-    } | {
-        "head_s": runs.micro_batches * head * is_last[slowest],
-        "pipeline_transfer_s": runs.micro_batches * transfer,
+    return parts | {
+        "head_s": m * head * is_last[slowest],
+        "pipeline_transfer_s": m * transfer,
         "engine_s": np.where(runs.has("old_pipeline"), old_pipeline_s(runs), 0.0),
         "bubble_s": bubble,
         "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
@@ -58,90 +60,85 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
 
 
 def predict_step_s(runs: Runs) -> Numbers:
-    """Seconds of a step."""
+    """Return seconds of a step, (n,)."""
     return np.sum(list(breakdown(runs).values()), axis=0)
 
 
 def schedule_s(runs: Runs, stage_s: Numbers) -> tuple[Numbers, Numbers]:
     """Return seconds of all micro-batches in the slowest stage, and of the bubble.
 
-    `stage_s` is per micro-batch, (n, stages).
-
-    The step of 1F1B, and of GPipe, is m times the slowest stage plus once through all others; vp
-    chunks per stage divide that by vp (arXiv:2104.04473, section 2.2).
+    `stage_s` is per micro-batch, (n, stages). The step of 1F1B, and of GPipe, is m times the
+    slowest stage plus once through all others; vp chunks per stage divide that by vp
+    (arXiv:2104.04473, section 2.2).
     """
     slowest = stage_s.max(axis=1)
     return runs.micro_batches * slowest, (stage_s.sum(axis=1) - slowest) / runs.vp
 
 
 def _layer_s(runs: Runs) -> dict[str, Numbers]:
-    """One layer and micro-batch, forward and backward, by part.
+    """Return seconds of one layer and micro-batch, forward and backward, by part.
 
     The CPU launches kernels ahead: a layer takes the longer of its device time and of the CPU time
     that launches it. nanotron's engine adds CPU time per tensor-parallel rank to pipelines with
     tensor parallelism on several nodes.
     """
-    gemm, attention, elementwise = _forward_passes(runs)
+    # Full recomputation runs every forward twice, selective only attention's (arXiv:2205.05198,
+    # section 5).
+    forwards = 1.0 + (runs.recompute == "full")
+    attention_forwards = 1.0 + (runs.recompute != "none")
     device = {
-        "gemm_s": matmuls_s(runs, gemm),
-        "attention_s": attention_s(runs, attention),
-        "elementwise_s": _elementwise_s(runs, elementwise),
-        "tensor_parallel_s": tensor_parallel_s(runs, gemm) * runs["tp_exposed"],
+        "gemm_s": matmuls_s(runs, forwards),
+        "attention_s": attention_s(runs, attention_forwards),
+        "elementwise_s": _elementwise_s(runs, forwards),
+        "tensor_parallel_s": tensor_parallel_s(runs, forwards) * runs["tp_exposed"],
     }
-    # keys and values travel while attention computes with those before
+    # Keys and values travel while attention computes with those before.
     device["context_parallel_s"] = np.maximum(context_ring_s(runs) - device["attention_s"], 0.0)
     running = np.sum(list(device.values()), axis=0)
     is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)
     engine = np.where(is_wide, runs["engine_tp_s"] * runs.tp, 0.0)
-    launching = runs["launch_s"] * (1 + (gemm - 1) / 3) + engine
+    # `launch_s` is of a forward and a backward pass; a forward has a third of their kernels.
+    launching = runs["launch_s"] * (1 + (forwards - 1) / 3) + engine
     # A blocking launch waits for the device, so the two times add up.
     busy = np.where(
         runs.has("blocking_launch"), running + launching, np.maximum(running, launching)
     )
-    # the next layer's parameters are gathered while this one computes
+    # The next layer's parameters are gathered while this one computes.
     gathering = np.maximum(parameter_gather_s(runs) - busy, 0.0)
     return device | {"launch_s": busy - running, "gather_s": gathering}
 
 
-def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers]:
-    """Return how often a step runs the forward of each kind of operator, 1 to 2.
-
-    Matmuls, attention, others.
-
-    Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section
-    5).
-    """
-    everything = 1.0 + (runs.recompute == "full")
-    attention = 1.0 + (runs.recompute != "none")
-    return everything, attention, everything
-
-
 def matmuls_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Query, key and value; output; into and out of the feed-forward part."""
+    """Return seconds of a layer's matmuls.
+
+    They make query, key and value; the output; and lead into and out of the feed-forward part.
+    """
     hidden = runs.hidden
     query = runs.query_width / runs.tp
     ffn = runs.ffn / runs.tp
-    matmuls = _training_matmul_s(runs, query + 2 * runs.kv_width / runs.tp, hidden, forwards)
-    matmuls = matmuls + _training_matmul_s(runs, hidden, query, forwards)
-    matmuls = matmuls + _training_matmul_s(runs, (1 + runs.ffn_gated) * ffn, hidden, forwards)
-    return (matmuls + _training_matmul_s(runs, hidden, ffn, forwards)) * runs["slowdown"]
+    shapes = [
+        (query + 2 * runs.kv_width / runs.tp, hidden),
+        (hidden, query),
+        ((1 + runs.ffn_gated) * ffn, hidden),
+        (hidden, ffn),
+    ]
+    seconds = sum(_training_matmul_s(runs, n, k, forwards) for n, k in shapes)
+    return seconds * runs["slowdown"]
 
 
 def _training_matmul_s(
     runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True
 ) -> Numbers:
-    """Return seconds of a matmul of T tokens by (k, n) and its gradients.
-
-    Forward as often as it runs, the gradients of the input and of the weight.
-    """
+    """Return seconds of a matmul of T tokens by (k, n), `forwards` times, and of its gradients."""
     tokens = runs.tokens
     forward = _matmul_s(runs, tokens, n, k, fp8=fp8)
-    backward = _matmul_s(runs, tokens, k, n, fp8=fp8) + _matmul_s(runs, k, n, tokens, fp8=fp8)
-    return forwards * forward + backward
+    of_input = _matmul_s(runs, tokens, k, n, fp8=fp8)
+    of_weight = _matmul_s(runs, k, n, tokens, fp8=fp8)
+    return forwards * forward + of_input + of_weight
 
 
 def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> Numbers:
-    """Seconds of one matmul (m, k) x (k, n): the larger of arithmetic and memory traffic.
+    """Return seconds of one matmul (m, k) x (k, n): the larger of arithmetic and memory traffic.
 
     Arithmetic includes filling and draining: `gemm_k` more terms per sum, and `gemm_wave` more
     waves of 128 x 128 tiles. Both are latency, which fp8 does not shorten.
@@ -169,17 +166,17 @@ def _memory_bytes_per_s(runs: Runs) -> Numbers:
 def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
     """Return seconds of scores, softmax and values of one layer.
 
-    Tiled (FlashAttention), or with the matrix of scores in memory.
-
-    Tiled: 4 S^2 q FLOPs per sequence forward, half of that because the mask is causal, 2.5 times
-    that backward (arXiv:2307.08691). Unfused: all S^2 scores, 11 bytes per score forward and 17
-    backward for masks, softmax and dropout. Head dimensions that are no multiple of 16 bytes ran on
-    float32 units in cuBLAS (arXiv:2401.14489).
+    Tiled (FlashAttention): 4 S^2 q FLOPs per sequence forward, half of that because the mask is
+    causal, 2.5 times that backward (arXiv:2307.08691). Unfused, with the matrix of scores in
+    memory: all S^2 scores, 11 bytes per score forward and 17 backward for masks, softmax and
+    dropout.
     """
     scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
     flops = 4 * scores * runs.query_width
     best = runs.matmul_tflops * 1e12 * runs["attention_efficiency"]
     tiled = 0.5 * flops * (forwards + 2.5) / best
+    # Head dimensions that are no multiple of 16 bytes ran on float32 units in cuBLAS
+    # (arXiv:2401.14489).
     aligned = np.where(runs.head_dim % 8 == 0, 1.0, runs["unaligned_rate"])
     rate = _large_matmul_flops(runs) * aligned
     matmuls = flops * (forwards + 2) * (1 + runs["gemm_k"] / runs.head_dim) / rate
@@ -193,18 +190,16 @@ def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
 
     Memory bounds them. Backward moves twice the bytes of forward.
     """
-    wide = BF16 * 12 * runs.hidden * runs.sequence_share
-    narrow = (
-        BF16
-        * ((4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.query_width + runs.kv_width))
-        / runs.tp
-    )
-    moved = runs.tokens * (wide + narrow) * (forwards + 2) * runs["elementwise_traffic"]
+    # Norms, residuals and dropouts are on every rank unless the sequence is divided, too.
+    around = 12 * runs.hidden * runs.sequence_share
+    inside = (4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.query_width + runs.kv_width)
+    n_bytes = BF16 * runs.tokens * (around + inside / runs.tp)
+    moved = n_bytes * (forwards + 2) * runs["elementwise_traffic"]
     return moved / _memory_bytes_per_s(runs)
 
 
 def _head_s(runs: Runs) -> Numbers:
-    """Output matrix and loss: a matmul with V/t columns, then passes over logits in float32."""
+    """Return seconds of a matmul with V/t columns, then of passes over logits in float32."""
     columns = runs.vocab / runs.tp
     # The head stays in bf16 where layers are in fp8.
     matmul = _training_matmul_s(runs, columns, runs.hidden, np.ones(len(runs)), fp8=False)

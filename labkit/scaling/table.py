@@ -20,17 +20,15 @@ from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Model
 from labkit.scaling.runs import Layout, Run, impossible_reason
 
-REQUIRED = (
-    *("gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq_len", "tp", "pp", "dp"),
-    *("micro_batch", "global_batch"),
-)
+REQUIRED = ["gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq_len"]
+REQUIRED += ["tp", "pp", "dp", "micro_batch", "global_batch"]
 _MODEL = ("model", *(one.name for one in fields(Model) if one.name != "name"))
 ONLY_PREDICTED = frozenset({"step_low", "step_high"})
 """Columns that only an output of `labkit predict` has."""
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
 _AMBIGUOUS = re.compile(r"[1-9]\d{0,2}([.,\s]\d{3})+")
-# where 2.345 has decimals, in a file with `,`
+# Columns whose 2.345 has decimals, in a file with `,`: nobody means 2,345 seconds.
 _FRACTIONS = ("step_s", "node_network_gbps", "measured_bus_bandwidth")
 
 _SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
@@ -109,12 +107,14 @@ def _columns(header: Sequence[str], name: str) -> list[str]:
     ValueError for missing, repeated and predicted ones.
     """
     columns = [re.sub("[ -]", "_", column.strip().lower()) for column in header]
-    if missing := [column for column in REQUIRED if column not in columns]:
+    missing = [column for column in REQUIRED if column not in columns]
+    if missing:
         line = ", ".join(columns)[:60] or "nothing"
         raise ValueError(
             f"{name} lacks the columns {', '.join(missing)}; its first line has {line}"
         )
-    if twice := sorted({column for column in columns if column and columns.count(column) > 1}):
+    twice = sorted({column for column in columns if column and columns.count(column) > 1})
+    if twice:
         raise ValueError(f"{name} has the column {twice[0]} twice: which one counts?")
     if set(columns) >= ONLY_PREDICTED:
         raise ValueError(
@@ -153,13 +153,16 @@ def _plain(name: str, text: str, separator: str) -> str:
         return f"{text} (thousands, or decimals?)"
     if has_decimal_commas and re.fullmatch(r"\d+,\d+", text):
         text = text.replace(",", ".")
-    return f"{float(text):.12g}" if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text) else text
+    # Spreadsheets write 4 as 4.0 or 4E+06, which is no whole number to a strict reader.
+    if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text):
+        return f"{float(text):.12g}"
+    return text
 
 
 def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, float | None]:
-    """Return the run of a row's filled cells, and its time.
+    """Return the run of a row's filled cells, and its time; add to `assumptions`.
 
-    Assumptions are added. ValueError if it describes no run.
+    ValueError if it describes no run.
     """
     note = texts.get("note", "")
     tp = texts.get("tp", "1")
@@ -169,14 +172,17 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
         )
     if re.search(r"\blora\b|\bqlora\b", note, re.IGNORECASE):
         raise ValueError("LoRA is not modeled; the nearest is training all parameters")
-    if missing := [name for name in REQUIRED if name not in texts and name != "micro_batch"]:
+    # Published tables often leave out the micro-batch; 1 is then an assumption.
+    missing = [name for name in REQUIRED if name not in texts and name != "micro_batch"]
+    if missing:
         raise ValueError(f"expected {missing[0]} to be stated")
     options = {option for words, option in NOTES.items() if words in note}
     recompute = _recompute(texts, options, assumptions)
     framework = _find_framework(texts, assumptions)
     if framework == "nanotron":
         options.add("empty_stages")
-    if head_dim := re.search(r"head width (\d{1,4})", note):
+    head_dim = re.search(r"head width (\d{1,4})", note)
+    if head_dim is not None:
         texts = {"head_dim": head_dim[1], **texts}
     site = validate(_Site, texts)
     model = _model(tuple(texts.get(name) for name in _MODEL))
@@ -199,12 +205,11 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
     hardware.check_precision(layout.precision)
     if layout.gpus != site.gpus:
         raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {site.gpus}")
-    if reason := impossible_reason(layout, model, site.seq_len):
+    reason = impossible_reason(layout, model, site.seq_len)
+    if reason is not None:
         raise ValueError(reason)
-    return (
-        Run(model, hardware, layout, site.seq_len, framework, texts.get("group", "")),
-        site.step_s,
-    )
+    run = Run(model, hardware, layout, site.seq_len, framework, texts.get("group", ""))
+    return run, site.step_s
 
 
 @cache  # tables have few models
@@ -214,10 +219,7 @@ def _model(values: tuple[str | None, ...]) -> Model:
 
 
 def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
-    """Return the profile of a row: its `framework`, else its group's.
-
-    "generic" for an unknown one.
-    """
+    """Return the profile of a row: its `framework`, else its group's, else "generic"."""
     name = texts.get("framework", "")
     framework = find_framework(name or texts.get("group", ""))
     if name and framework is None:
@@ -226,8 +228,9 @@ def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
         assumptions.append(f"{name[:40]} is like {framework}")
     if "maxtext" in texts.get("recompute", ""):
         return "maxtext"
+    # Megatron's rows on A100 are of 2021. On later GPUs it is Megatron-Core, as NeMo has it.
     if framework == "megatron" and not texts.get("gpu", "").startswith("A100"):
-        return "nemo"  # Megatron-Core, as NeMo
+        return "nemo"
     return framework or "generic"
 
 
