@@ -65,9 +65,8 @@ def check_attention_inputs(
             f" {shapes}"
         )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
-        names, got = (
-            ", ".join(map(dtype_name, those)) for those in (dtypes, (q.dtype, k.dtype, v.dtype))
-        )
+        names = ", ".join(map(dtype_name, dtypes))
+        got = ", ".join(map(dtype_name, (q.dtype, k.dtype, v.dtype)))
         raise ValueError(f"expected q, k and v of one dtype among {names}; got {got}")
     if not (q.device == k.device == v.device):
         raise ValueError(
@@ -78,16 +77,14 @@ def check_attention_inputs(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32"."""
+    """Return a dtype's name without its module: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
 ) -> Tensor:
-    """Compute softmax attention with the whole (..., Q, K) matrix.
-
-    The output (..., Q, D) has the dtype of q.
+    """Compute softmax attention (..., Q, D) with the whole (..., Q, K) matrix.
 
     All arithmetic is in the dtype of the inputs; with float64 it is the oracle. `scale` defaults to
     1 / sqrt(D).
@@ -97,7 +94,7 @@ def naive_attention(
 
 
 def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float | None = None) -> Tensor:
-    """Scaled scores (..., Q, K); -inf where a query may not see a key."""
+    """Return scaled scores (..., Q, K); -inf where a query may not see a key."""
     scores = (q @ repeat_heads(k, q).transpose(-2, -1)) * softmax_scale(q, scale)
     if causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -106,18 +103,18 @@ def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float | None = None
 
 
 def query_group(q: Tensor, k: Tensor) -> int:
-    """Number of query heads that share a head of keys."""
+    """Return the number of query heads that share a head of keys."""
     return q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """k or v with as many heads as q."""
+    """Return k or v with as many heads as q."""
     group = query_group(q, x)
     return x if group == 1 else x.repeat_interleave(group, dim=-3)
 
 
 def softmax_scale(q: Tensor, scale: float | None = None) -> float:
-    """`scale`, by default 1 / sqrt(D)."""
+    """Return `scale`, by default 1 / sqrt(D)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
@@ -132,6 +129,7 @@ class VersionWatch:
     def __init__(self, x: Tensor):
         self._token = x.detach()  # shares the version counter
         if not x.is_inference():
+            # Without arguments `set_` lets go of the memory, and would count as a change.
             with preserve_version_counter(self._token):
                 cast(Any, self._token).set_()
             self._version: int = self._token._version

@@ -51,19 +51,19 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend | None = None
 ) -> Tensor:
     check_attention_inputs(q, k, v)
-    # the fused backends want exactly (batch, heads, sequence, head_dim)
+    # The fused backends want exactly (batch, heads, sequence, head_dim).
     q4, k4, v4 = (x.reshape(1, -1, *x.shape[-2:]) if x.dim() != 4 else x for x in (q, k, v))
-    grouped = query_group(q, k) > 1
+    is_grouped = query_group(q, k) > 1
     with nullcontext() if backend is None else sdpa_kernel(backend):
-        return scaled_dot_product_attention(
-            q4, k4, v4, is_causal=causal, enable_gqa=grouped
-        ).reshape(q.shape)
+        output = scaled_dot_product_attention(q4, k4, v4, is_causal=causal, enable_gqa=is_grouped)
+    return output.reshape(q.shape)
 
 
 def no_compiler_reason(device_type: str) -> str | None:
     """Return why `torch.compile` cannot compile for "cpu" or "cuda" here, or None."""
-    if device_type == "cuda" and (reason := no_launch_reason()) is not None:
-        return f"torch.compile needs Triton on a GPU: {reason}"
+    if device_type == "cuda":
+        reason = no_launch_reason()
+        return f"torch.compile needs Triton on a GPU: {reason}" if reason is not None else None
     if device_type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return "torch.compile needs a C++ compiler on a CPU; there is none on the path"
     return None
@@ -105,19 +105,25 @@ def unavailable_reason(
         return no_compiler_reason(device.type)
     if name in SDPA_BACKENDS:
         return _try_reason(IMPLEMENTATIONS[name], device, dtype, head_dim)
-    if name == "flash" and has_triton():
-        from labkit.nn import flash_attention
-        from labkit.nn.flash_launch import INTERPRETED
+    if name != "flash":
+        return None
+    if not has_triton():
+        return NO_TRITON
+    from labkit.nn import flash_attention
+    from labkit.nn.flash_launch import INTERPRETED
 
-        reason = flash_attention.unavailable_reason(device, dtype, head_dim)
-        return reason or (None if INTERPRETED else no_launch_reason())
-    return NO_TRITON if name == "flash" else None
+    reason = flash_attention.unavailable_reason(device, dtype, head_dim)
+    # Triton's interpreter launches nothing.
+    if reason is not None or INTERPRETED:
+        return reason
+    return no_launch_reason()
 
 
 def _try_reason(
     attend: Attention, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
     """Try forward and backward of a small problem; PyTorch's error and warnings are the reason."""
+    # An SDPA backend says in warnings why it does not take the inputs, and raises without them.
     with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
         warnings.simplefilter("always")
         try:

@@ -40,7 +40,7 @@ def reference_flop(sequence: int, head_dim: int) -> float:
 
 
 class AttentionProblem:
-    """Return q, k, v and the gradient of the output, normal, from a seed.
+    """Inputs q, k, v and the gradient of the output, normal, from a seed.
 
     Each has `shape` = (..., sequence, head_dim).
     """
@@ -102,33 +102,36 @@ class Passes:
 
 
 class Reference:
-    """Output and gradients in float64, (heads, rows, head_dim), with limits.
+    """Output and gradients in float64, (heads, rows, head_dim), with limits and sizes of rows.
 
-    And the sizes of their rows. `heads` are those of the problem that are compared.
+    `heads` are those of the problem that are compared.
     """
 
     def __init__(self, problem: AttentionProblem):
         self.heads = _heads_to_compare(problem)
         tensors = [self._select(x) for x in (*problem.inputs, problem.grad_output)]
-        self.results, sdpa = (
-            [torch.zeros_like(x, dtype=torch.float64) for x in tensors] for _ in range(2)
-        )
+        self.results = [torch.zeros_like(x, dtype=torch.float64) for x in tensors]
+        sdpa = [torch.zeros_like(x, dtype=torch.float64) for x in tensors]
         squares = [x[..., 0].clone() for x in self.results]
         for sequence, (q, k, v, grad) in enumerate(zip(*tensors, strict=True)):
             # In parts: the float64 scores of a long sequence would not fit in memory.
             for rows in torch.arange(len(q), device=q.device).split(ROWS_AT_ONCE):
                 part = [q[rows], k, v, grad[rows]]
-                mask = (
-                    torch.arange(len(k), device=q.device) <= rows[:, None]
-                    if problem.causal
-                    else None
-                )
                 exact = [x.double() for x in part]
-                pairs = ((self.results, _attend(exact, mask)), (sdpa, _attend(part, mask)))
-                for totals, terms in (*pairs, (squares, _squares(exact, mask))):
-                    for index, (total, term) in enumerate(zip(totals, terms, strict=True)):
-                        # all rows of k and v
-                        total[sequence, rows if index < 2 else slice(None)] += term
+                mask = None
+                if problem.causal:
+                    mask = torch.arange(len(k), device=q.device) <= rows[:, None]
+                for totals, terms in (
+                    (self.results, _attend(exact, mask)),
+                    (sdpa, _attend(part, mask)),
+                    (squares, _squares(exact, mask)),
+                ):
+                    # The output and q's gradient have these rows; every part of the queries adds to
+                    # all rows of k's and v's.
+                    for total, term in zip(totals[:2], terms[:2], strict=True):
+                        total[sequence, rows] += term
+                    for total, term in zip(totals[2:], terms[2:], strict=True):
+                        total[sequence] += term
         # A row without terms, as of a key that no query sees, must not divide by zero.
         self._sizes = [x.sqrt().clamp_min(torch.finfo(x.dtype).tiny) for x in squares]
         unit = torch.finfo(problem.q.dtype).eps
@@ -140,7 +143,7 @@ class Reference:
         return tensor.detach().reshape(-1, *tensor.shape[-2:])[self.heads]
 
     def compare(self, results: list[Tensor]) -> tuple[float, float, str]:
-        """Error of all rows, error of the worst row, and the place of its worst element."""
+        """Return the error of all rows, of the worst row, and the place of its worst element."""
         return self._errors([self._select(result) for result in results])
 
     def _errors(self, results: list[Tensor]) -> tuple[float, float, str]:
@@ -182,8 +185,10 @@ def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str 
     Return the largest relative error (root mean square; infinite for NaN) of a tensor, and None or
     the worst element: "output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
     """
-    if unlike := [tuple(x.shape) for x in results if x.shape != problem.q.shape]:
-        return math.inf, f"expected the shape {tuple(problem.q.shape)}, got {unlike[0]}"
+    for result in results:
+        if result.shape != problem.q.shape:
+            expected = tuple(problem.q.shape)
+            return math.inf, f"expected the shape {expected}, got {tuple(result.shape)}"
     reference = problem.reference
     error, row_error, where = reference.compare(results)
     is_right = error <= reference.limit and row_error <= reference.row_limit
@@ -200,15 +205,16 @@ def _attend(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
 
 
 def _squares(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """Sums of squared terms, for each row of the output and the gradients of q, k, v, (rows,)."""
+    """Return sums of squared terms of each row of output and gradients of q, k, v, (rows,)."""
     q, k, v, grad = tensors
     scores = (q @ k.T) * softmax_scale(q)
-    probabilities = torch.softmax(
-        scores if mask is None else scores.masked_fill(~mask, -math.inf), dim=-1
-    )
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    probabilities = torch.softmax(scores, dim=-1)
     by_value = grad @ v.T
     delta = (probabilities * by_value).sum(-1, keepdim=True)
-    # the terms of the scores' gradient nearly cancel in some places
+    # Absolute values: the two terms of a score's gradient nearly cancel in some places, and their
+    # rounding does not.
     by_score = (probabilities * (by_value.abs() + delta.abs()) * softmax_scale(q)).square()
     weights = probabilities.square()
     q2, k2, v2, grad2 = (x.square().sum(-1) for x in tensors)

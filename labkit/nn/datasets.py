@@ -43,10 +43,10 @@ class Images:
 
 
 def digits() -> Images:
-    """scikit-learn's digits: 8x8 gray images, each pixel as 4x4 equal ones in three equal channels.
+    """Return scikit-learn's digits: 8x8 gray images, each pixel 4x4 equal ones in three channels.
 
-    They are ordered by writer; a fixed permutation makes 1,437 the training set and 360 the
-    validation set, so both have every writer. (Alpaydin & Kaynak 1998, UCI; the test part.)
+    Source: Alpaydin & Kaynak 1998, UCI; the test part. 1,437 are for training and 360 for
+    validation.
     """
     from sklearn.datasets import load_digits  # takes seconds to import
 
@@ -54,6 +54,7 @@ def digits() -> Images:
     pixels = np.rint(data.images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)
     images = torch.from_numpy(pixels)[:, None].repeat(1, 3, 1, 1)
     labels = torch.from_numpy(data.target.astype(np.int64))
+    # They are ordered by writer; after a fixed permutation both sets have every writer.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     training = order[:DIGITS_TRAINING]
     validation = order[DIGITS_TRAINING:]
@@ -63,9 +64,7 @@ def digits() -> Images:
 
 
 def read_cifar100(path: Path | str) -> Images:
-    """Read CIFAR-100 with its fine labels from an archive.
-
-    In the format of the official one; it may have fewer records.
+    """Read CIFAR-100 with its fine labels from an archive like the official one, or a shorter one.
 
     DatasetError for a file that cannot be read, is cut short or altered, or holds anything but
     records.
@@ -74,28 +73,31 @@ def read_cifar100(path: Path | str) -> Images:
     try:
         with GzipFile(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
-                if (name := member.name.removeprefix("./")) in MAX_RECORDS and member.isreg():
+                name = member.name.removeprefix("./")
+                if name in MAX_RECORDS and member.isreg():
                     parts[name] = _read_records(
                         f"{path}: {name}",
                         member.size,
                         MAX_RECORDS[name],
                         archive.extractfile(member),
                     )
-            while file.read(2**20):  # to the end, where gzip keeps its checksum
+            # To the end, where gzip keeps its checksum.
+            while file.read(2**20):
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         official = f"the official archive has {CIFAR100_BYTES:,} bytes"
         raise DatasetError(
             f"{path}: cannot be read as a whole .tar.gz ({error}); {official}"
         ) from None
-    if missing := [name for name in MAX_RECORDS if name not in parts]:
+    missing = [name for name in MAX_RECORDS if name not in parts]
+    if missing:
         expected = " and ".join(MAX_RECORDS)
         raise DatasetError(f"{path}: expected {expected} inside, got no {' and no '.join(missing)}")
     return Images("CIFAR-100", CLASSES, *(parts[name] for name in MAX_RECORDS))
 
 
 def file_md5(path: Path) -> str:
-    """Identifies an archive; no defense against forgery."""
+    """Return the checksum that identifies an archive; no defense against forgery."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
@@ -103,9 +105,7 @@ def file_md5(path: Path) -> str:
 def fetch_cifar100(
     directory: Path, say: Callable[[str], None] = lambda text: None, url: str = CIFAR100_URL
 ) -> Path:
-    """Download the official archive to `directory` unless it is there.
-
-    `say` gets a line before the download.
+    """Download the official archive to `directory` unless it is there; `say` gets a line before.
 
     DatasetError for another checksum, ConnectionError if the download fails.
     """
@@ -129,17 +129,15 @@ def fetch_cifar100(
 
 
 def _read_records(name: str, size: int, most: int, file: Any) -> tuple[Tensor, Tensor]:
-    """Read images (N, 3, 32, 32) and fine labels (N,) of a member.
-
-    At most `most` images of each class.
-    """
+    """Read images (N, 3, 32, 32) and fine labels (N,) of a member of at most `most` records."""
     # The header's size is checked before it is read: a file may claim any.
     if size % RECORD_BYTES or not 1 <= size // RECORD_BYTES <= most:
         raise DatasetError(
             f"{name}: expected 1 to {most:,} records of {RECORD_BYTES} bytes, got {size:,} bytes"
         )
     table = np.frombuffer(file.read(), np.uint8).reshape(-1, RECORD_BYTES)
-    if (largest := table[:, 1].max()) >= CLASSES:
+    largest = table[:, 1].max()
+    if largest >= CLASSES:
         raise DatasetError(f"{name}: expected fine labels below {CLASSES}, got {largest}")
     pixels = torch.from_numpy(table[:, 2:].copy()).view(-1, 3, SIDE, SIDE)
     return pixels, torch.from_numpy(table[:, 1].astype(np.int64))

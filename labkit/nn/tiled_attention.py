@@ -23,10 +23,8 @@ from labkit.nn.attention import VersionWatch, check_attention_inputs, query_grou
 class TiledAttention(torch.autograd.Function):
     """`TiledAttention.apply(q, k, v, causal, scale)` -> output (..., Q, D).
 
-    q is (..., Q, D), k and v are (..., K, D).
-
-    float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64).
-    ValueError for inputs that do not fit together.
+    q is (..., Q, D), k and v are (..., K, D), of float32, bfloat16, float16 or float64. Tiles are
+    computed in float32 (float64 for float64). ValueError for inputs that do not fit together.
     """
 
     @staticmethod
@@ -34,9 +32,15 @@ class TiledAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
     ) -> Tensor:
         output, logsumexp = tiled_forward(q, k, v, causal, scale=scale)
-        is_compiling = torch.compiler.is_compiling()
-        ctx.save_for_backward(q, k, v, output.clone() if is_compiling else output.data, logsumexp)
-        ctx.watch = None if is_compiling else VersionWatch(output)
+        # Not `output` itself: autograd would refuse backward if a caller changed it in place. A
+        # compiler knows no `VersionWatch`, so a copy is saved.
+        if torch.compiler.is_compiling():
+            saved = output.clone()
+            ctx.watch = None
+        else:
+            saved = output.data
+            ctx.watch = VersionWatch(output)
+        ctx.save_for_backward(q, k, v, saved, logsumexp)
         ctx.causal = causal
         ctx.scale = scale
         return output
@@ -79,7 +83,7 @@ def tiled_forward(
             row_max = torch.full_like(q_block[..., :1], -math.inf)
             row_sum = torch.zeros_like(row_max)
             accumulator = torch.zeros_like(q_block)
-            # hidden tiles are not visited
+            # Tiles that are hidden altogether are not visited.
             visible = min(k.shape[1], rows.stop) if causal else k.shape[1]
             for columns in _blocks(0, visible, side):
                 k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
@@ -127,7 +131,7 @@ def tiled_backward(
     if into is None:
         new_k, new_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
         into = torch.zeros(q.shape, dtype=dtype, device=q.device), new_k, new_v
-    # every key block adds to that of q
+    # Every block of keys adds to the gradient of q: it is in the wider dtype until the end.
     grad_q, grad_k, grad_v = (x.view(-1, *x.shape[-2:]) for x in into)
     q, k, v, output, grad_output = map(_flatten, (q, k, v, output, grad_output))
     minus_logsumexp = logsumexp.reshape(*q.shape[:2], 1).neg()
@@ -168,11 +172,8 @@ def _blocks(first: int, last: int, side: int) -> Iterator[slice]:
 
 def _key_block(x: Tensor, columns: slice, dtype: torch.dtype, group: int) -> Tensor:
     """Keys or values of a tile for each query head, (B, side, D)."""
-    return (
-        x[:, columns].to(dtype).repeat_interleave(group, 0)
-        if group > 1
-        else x[:, columns].to(dtype)
-    )
+    block = x[:, columns].to(dtype)
+    return block.repeat_interleave(group, 0) if group > 1 else block
 
 
 def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
@@ -183,17 +184,22 @@ def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
 
 
 def tile_side(q: Tensor) -> int:
-    """Return the queries and keys in a tile: a power of two.
+    """Return the queries and keys in a tile: a power of two, for B tiles of a fixed size together.
 
-    All B tiles together are a buffer of fixed size.
-
-    CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; below a side
-    of 64 the Python loop costs more than the arithmetic. Measured on 2 cores of an EPYC, forward
-    and backward at B 1, Q = K = 4096, D 64: side 512 0.18 s, 256 0.20 s, 128 0.27 s; naive
-    attention 0.50 s. A GPU needs enough work in each launch instead: 2**24 scores, side 256 to
-    2048; untuned.
+    Measured on 2 cores of an EPYC, forward and backward at B 1, Q = K = 4096, D 64: side 512
+    0.18 s, 256 0.20 s, 128 0.27 s; naive attention 0.50 s.
     """
-    scores, smallest, largest = (2**19, 64, 512) if q.device.type == "cpu" else (2**24, 256, 2048)
+    if q.device.type == "cpu":
+        # 2 MiB in float32, which stay in the second-level cache of two cores. Below a side of 64
+        # the Python loop costs more than the arithmetic.
+        scores = 2**19
+        smallest = 64
+        largest = 512
+    else:
+        # A GPU needs enough work in each launch; untuned.
+        scores = 2**24
+        smallest = 256
+        largest = 2048
     side = 2 ** int(math.log2(math.sqrt(scores / q.shape[0])))
     return max(smallest, min(side, largest))
 

@@ -35,9 +35,7 @@ FINISH = "finish"
 
 
 class Trainer:
-    """One training step in phases that can be timed.
-
-    `compute_loss(model)` is a forward pass, a scalar.
+    """One training step in phases that can be timed; `compute_loss(model)` returns a scalar.
 
     The phases are named ranges for `torch.profiler`, and for Nsight Systems in
     `torch.autograd.profiler.emit_nvtx()`.
@@ -119,10 +117,8 @@ class Trainer:
 class TrainingStep(Trainer):
     """A workload in float32 with AdamW, or under autocast to another `precision`.
 
-    `options` as for `build_workload`.
-
-    `compiled` wraps the model in `torch.compile`. ValueError for an unknown precision, and as
-    `build_workload`.
+    `compiled` wraps the model in `torch.compile`; other options are those of `build_workload`.
+    ValueError for an unknown precision, and as `build_workload`.
     """
 
     def __init__(
@@ -154,27 +150,20 @@ def random_tokens(
     context_length: int,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, each (batch, context_length), int64.
-
-    Every target is the input that follows.
-    """
+    """Return inputs, and as targets the tokens that follow, each (batch, context_length), int64."""
     # One more than the context, so that the last position has a target, too.
     tokens = torch.randint(shape.vocabulary, (batch, context_length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """Return AdamW with torch's default for `device`.
-
-    On CUDA lists of parameters (foreach), elsewhere one by one.
-
-    Left to itself, torch would take lists of real tensors and not of fake ones.
-    """
+    """Return AdamW with torch's default for `device`: foreach on CUDA, elsewhere one by one."""
+    # Left to itself, torch would take lists of real tensors and not of fake ones.
     return torch.optim.AdamW(parameters, lr=1e-4, foreach=device.type == "cuda")
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Gradients by parameter name; parameters without one are left out."""
+    """Return gradients by parameter name; parameters without one are left out."""
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -189,10 +178,8 @@ class Workload:
     loss: Callable[[nn.Module], Tensor]
 
     def copied(self) -> "Workload":
-        """Build the model once and copy it from then on.
-
-        Drawing parameters takes ten times as long.
-        """
+        """Build the model once and copy it from then on."""
+        # Drawing parameters takes ten times as long.
         return replace(self, build=partial(copy.deepcopy, self.build()))
 
 
@@ -209,13 +196,11 @@ def build_workload(
     seed: int = 0,
     **options: Any,
 ) -> Workload:
-    """Return a model and its batch.
+    """Return a Transformer or ResNet-50, and its batch.
 
-    A Transformer on tokens (batch, context_length), or ResNet-50 on images (batch, 3, image_size,
-    image_size).
-
-    `options`: of the Transformer. `seed` decides the batch, not the parameters. ValueError for a
-    batch that is not positive.
+    Tokens are (batch, context_length), images (batch, 3, image_size, image_size). `options` are the
+    Transformer's. `seed` decides the batch, not the parameters. ValueError for a batch that is not
+    positive.
     """
     if batch < 1:
         raise ValueError(f"expected batch >= 1, got {batch}")
@@ -237,6 +222,7 @@ def build_workload(
 
 
 def _build(make: Callable[[], nn.Module], device: str) -> nn.Module:
+    # On every rank, and for every alternative, the same parameters.
     torch.manual_seed(0)
     with torch.device(device):
         return make()

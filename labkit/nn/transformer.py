@@ -66,6 +66,7 @@ class Transformer(nn.Module):
                 f"expected int64 tokens (batch, 1 to {context_length} positions), got {got}"
             )
         x = self.embedding(tokens)  # (B, S, d)
+        # Without a graph nothing is kept, so nothing need be computed again.
         if self.checkpoint_segment and torch.is_grad_enabled():
             for start in range(0, len(self.layers), self.checkpoint_segment):
                 x = checkpoint(
@@ -172,7 +173,7 @@ class RotaryPositions(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the tables; called again for modules that were built on the meta device."""
         context_length, pairs_per_head = self.cosines.shape
-        # not every device has it
+        # On the CPU: not every device has float64.
         pairs = torch.arange(0, 2 * pairs_per_head, 2, dtype=torch.float64, device="cpu")
         positions = torch.arange(context_length, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, ROPE_BASE ** (-pairs / (2 * pairs_per_head)))
@@ -180,7 +181,7 @@ class RotaryPositions(nn.Module):
         self.sines.copy_(angles.sin())
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`positions`, (S,), int64, are those of x; by default from 0."""
+        """Rotate x; `positions`, (S,), int64, are those of its rows, by default from 0."""
         rows = slice(x.shape[-2]) if positions is None else positions
         cosines = self.cosines[rows]
         sines = self.sines[rows]
@@ -201,5 +202,5 @@ class Matrix(nn.Linear):
 
 
 def language_model_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits (B, S, V) against targets (B, S), a scalar."""
+    """Return the mean cross-entropy of logits (B, S, V) against targets (B, S), a scalar."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten())

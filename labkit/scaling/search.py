@@ -105,8 +105,7 @@ def rank(request: Request) -> Ranking:
     reason = predictions.refusal_reason(nearest)
     if reason is not None:
         raise ValueError(reason)
-    # The fastest of thousands is often one whose error is large: those further away must win by
-    # more.
+    # A layout of a kind that nobody has published must be faster by more to be preferred.
     preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
     is_candidate = predictions.may_fit & (away <= MAX_DISTANCE)
     order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]
