@@ -49,9 +49,8 @@ def time_interleaved(
 ) -> dict[str, list[float]]:
     """Return seconds per call of each alternative, one sample per round.
 
-    `options` as in `time_parts_interleaved`.
-
-    Sample i of all alternatives is from the same round. An empty mapping takes no time.
+    Sample i of all alternatives is from the same round. An empty mapping takes no time. `options`
+    are those of `time_parts_interleaved`.
     """
     parts = {name: {"": action} for name, action in alternatives.items()}
     samples = time_parts_interleaved(parts, warmup=warmup, repeats=repeats, **options)
@@ -73,12 +72,9 @@ def time_parts_interleaved(
 ) -> Samples:
     """Time alternatives in successive parts, such as forward and backward.
 
-    Returns seconds by alternative and part.
-
-    A round gives each alternative one turn, in a new order (`turn_order`); a turn runs all its
-    parts. Turns expose every alternative to the same drift of the machine, so ratios hold even if
-    absolute times do not. Caches hold what ran before: in a fixed order identical functions differ
-    by a factor of two.
+    Returns seconds by alternative and part. A round gives each alternative one turn, in a new order
+    (`turn_order`); a turn runs all its parts. Turns expose every alternative to the same drift of
+    the machine, so ratios hold even if absolute times do not.
 
     `warmup` rounds are thrown away, and at most `repeats` are kept. With `gain` (0.1: 10%; 0: all
     `repeats`), as many are timed as show a gain of that size with a power of 80%. Rounds end after
@@ -161,7 +157,8 @@ def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) 
     The order depends on the names, the number and the seed: neither on the rank nor on the order of
     `names`.
     """
-    # Sorted: a reader's own alternative must not change the order of the others.
+    # Caches hold what ran before: in a fixed order identical functions differ by a factor of two.
+    # Sorted first, so that all ranks shuffle the same list.
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
     return turns
@@ -280,9 +277,11 @@ class Stopwatch:
 
 
 def _time_calls(action: Action, calls: int, is_cuda: bool) -> float:
+    """Return the mean seconds of `calls` successive calls."""
     first = _make_event(is_cuda)
     last = _make_event(is_cuda)
     if is_cuda:
+        # While the device runs one call that does not count, the host queues the others.
         torch.cuda.synchronize()
         if calls > 1:
             action()
@@ -301,7 +300,7 @@ def _make_event(is_cuda: bool) -> Any:
 
 
 def _read(event: Any) -> Any:
-    """The time on a CPU, or an event that CUDA's current stream now records."""
+    """Return the time on a CPU, or an event that CUDA's current stream now records."""
     if event is None:
         return time.perf_counter()
     event.record()

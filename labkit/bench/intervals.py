@@ -44,18 +44,17 @@ class Estimate:
 def median_interval(values: np.ndarray) -> tuple[float, float]:
     """Bound the median of `values`, (n,), by interpolated order statistics.
 
-    Hettmansperger & Sheather 1986.
-
-    NaN, NaN below `MIN_SAMPLES`.
+    NaN below `MIN_SAMPLES`. Source: Hettmansperger & Sheather 1986.
     """
     n = len(values)
     if n < MIN_SAMPLES:
         return float("nan"), float("nan")
-    # coverage between the k-th smallest and largest, k = 1, 2, ...
+    # Coverage between the k-th smallest and largest, k = 1, 2, ...: one is above the confidence,
+    # the next below it, and the interval lies in between.
     inside = 1 - 2 * bdtr(np.arange(n // 2), n, 0.5)
     depth = int(np.flatnonzero(inside >= CONFIDENCE)[-1]) + 1
     coverage = inside[depth - 1]
-    deeper = inside[depth]  # those of the middle values are below CONFIDENCE
+    deeper = inside[depth]
     excess = (coverage - CONFIDENCE) / (coverage - deeper)
     weight = (n - depth) * excess / (depth + (n - 2 * depth) * excess)
     ordered = np.sort(values)
@@ -88,7 +87,7 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
     at_most = _signed_rank_cdf(len(values))
     above = float((averages > 0).sum() + (averages == 0).sum() / 2)
     p = min(1.0, 2 * float(at_most[int(min(above, len(averages) - above))]))
-    # averages outside the interval on each side
+    # Averages outside the interval on each side.
     depth = int(np.searchsorted(at_most, TAIL, side="right")) - 1
     value = float(np.median(averages))
     low = float(averages[depth])
@@ -110,10 +109,7 @@ def rounds_to_show(gain: float, spread: float, level: float, freedom: float) -> 
 
 
 def autocorrelation_factor(values: np.ndarray) -> float:
-    """Return the factor by which a lag-1 correlation r widens an interval.
-
-    sqrt((1 + r) / (1 - r)), and 1 if r is not positive.
-    """
+    """Return by which factor a lag-1 correlation r > 0 widens an interval: sqrt((1+r) / (1-r))."""
     centered = values - values.mean()
     power = float(centered @ centered)
     # Equal values differ by rounding, which is no correlation.
@@ -136,10 +132,8 @@ def _student(value: float, error: float, freedom: float) -> Estimate:
 
 @lru_cache(maxsize=64)
 def _signed_rank_cdf(n: int) -> np.ndarray:
-    """Return P(T <= t) for t = 0, 1, ...
-
-    Every rank counts or does not, so the counts are a product of (1 + x**rank).
-    """
+    """Return P(T <= t) for t = 0, 1, ..."""
+    # Every rank counts or does not, so the counts are a product of (1 + x**rank).
     counts = np.ones(1)
     for rank in range(1, n + 1):
         counts = (np.pad(counts, (0, rank)) + np.pad(counts, (rank, 0))) / 2

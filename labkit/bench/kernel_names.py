@@ -6,20 +6,19 @@ from functools import cache
 MAX_NAME = 100
 
 # In the order in which figures stack them.
-FAMILIES = (
-    *("matmul", "attention", "softmax", "loss", "norm", "elementwise", "reduction"),
-    *("embedding", "copy", "communication", "optimizer", "dispatch", "other"),
-)
+FAMILIES = ["matmul", "attention", "softmax", "loss", "norm", "elementwise", "reduction"]
+FAMILIES += ["embedding", "copy", "communication", "optimizer", "dispatch", "other"]
 # A name belongs to the first family whose pattern it contains.
 _RULES = (
     ("communication", r"^nccl|^gloo:|^c10d::"),
     (
         "dispatch",
-        r"^autograd::|^(?!aten::)\w*Backward\d*$|^torch::|^(aten::)?(linear|matmul|cross_entropy_loss|detach|dropout|lstm|gru|"
+        r"^autograd::|^(?!aten::)\w*Backward\d*$|^torch::|"
+        r"^(aten::)?(linear|matmul|cross_entropy_loss|detach|dropout|lstm|gru|"
         r"conv(_transpose)?\dd|_?convolution|(max|adaptive_avg)_pool\dd|avg_pool1d)$",
     ),
     ("optimizer", r"multi_tensor_apply|_foreach_|_fused_adam|fused_adam"),
-    # the second alternative: labkit's kernels (nn/flash_kernels.py, nn/flash_backward_kernels.py)
+    # The last alternative is labkit's kernels (nn/flash_kernels.py, nn/flash_backward_kernels.py).
     (
         "attention",
         r"flash|fmha|sdpa|scaled_dot_product|attention|^(forward|delta|grad_kv|grad_q)_kernel",
@@ -28,31 +27,34 @@ _RULES = (
     ("softmax", r"softmax"),
     (
         "matmul",
-        r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|^triton_tem|^aten::(mm|bmm|addmm|addmv|mv|dot|baddbmm)$|"
+        r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|^triton_tem|"
+        r"^aten::(mm|bmm|addmm|addmv|mv|dot|baddbmm)$|"
         r"mkldnn_linear|convol|conv_?(transpose|depthwise)?_?\dd|winograd|rnn_layer",
     ),
-    # "bn_fw_tr_1C11" is cuDNN's batch norm; the next two are PyTorch's layer norm, backward
+    # "bn_fw_tr_1C11" is cuDNN's batch norm; the last two are PyTorch's layer norm, backward.
     ("norm", r"(layer|rms|batch|group)_?norm|cudnn::bn_|gammabetabackward|cucomputegradinput"),
     ("embedding", r"embedding|compute_grad_weight|krn_partial|partial_segment|sum_and_scatter"),
     ("elementwise", r"^triton_poi"),
     ("reduction", r"^triton_(red|per)"),
     (
         "copy",
-        r"nchwtonhwc|nhwctonchw|copy|memcpy|memset|(?<!masked_)fill|zero|clone|^aten::(cat|stack|tril|triu|arange)$|catarray|index|gather|scatter",
+        r"nchwtonhwc|nhwctonchw|copy|memcpy|memset|(?<!masked_)fill|zero|clone|"
+        r"^aten::(cat|stack|tril|triu|arange)$|catarray|index|gather|scatter",
     ),
     ("reduction", r"reduce|pool|^aten::(sum|mean|max|min|amax|amin|prod|norm|logsumexp)$"),
     (
         "dispatch",
-        r"^aten::(empty|view|_unsafe_view|as_strided|reshape|_reshape|expand|transpose|t$|slice|select|unbind|unflatten|"
-        r"flatten|permute|unsqueeze|squeeze|alias|resize|result_type|promote_types|to$|_to_copy|item|_local|ones|resolve_|"
-        r"narrow|contiguous|new_)|^cuda|Synchronize",
+        r"^aten::(empty|view|_unsafe_view|as_strided|reshape|_reshape|expand|transpose|t$|slice|"
+        r"select|unbind|unflatten|flatten|permute|unsqueeze|squeeze|alias|resize|result_type|"
+        r"promote_types|to$|_to_copy|item|_local|ones|resolve_|narrow|contiguous|new_)|^cuda|"
+        r"Synchronize",
     ),
     (
         "elementwise",
-        r"elementwise|^aten::(mul|add|sub|div|neg|pow|square|sqrt|rsqrt|exp|log|silu|gelu|relu|sigmoid|tanh|where|"
-        r"masked_fill|bitwise|logical|lerp|addcmul|addcdiv|eq|ne|lt|gt|le|ge|abs|sin|cos|clamp|threshold|maximum|minimum|"
-        r"bernoulli|native_dropout|leaky_relu|elu|softplus|hardtanh|mish)"
-        r"[_a-z]*$",
+        r"elementwise|^aten::(mul|add|sub|div|neg|pow|square|sqrt|rsqrt|exp|log|silu|gelu|relu|"
+        r"sigmoid|tanh|where|masked_fill|bitwise|logical|lerp|addcmul|addcdiv|eq|ne|lt|gt|le|ge|abs|"
+        r"sin|cos|clamp|threshold|maximum|minimum|bernoulli|native_dropout|leaky_relu|elu|softplus|"
+        r"hardtanh|mish)[_a-z]*$",
     ),
 )
 # Template arguments that name a kernel's work: "MulFunctor", "GemmUniversal".
@@ -63,27 +65,27 @@ _WORK = re.compile(
 
 @cache
 def family_of(name: str) -> str:
-    """The family of an operator ("aten::mm") or kernel, by its name; "other" for an unknown name.
+    """Return the family of an operator ("aten::mm") or kernel; "other" for an unknown name.
 
     "dispatch" is the host's work around kernels: views, allocations, the autograd engine, Python.
     """
-    return next(
-        (family for family, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), "other"
-    )
+    for family, pattern in _RULES:
+        if re.search(pattern, name, re.IGNORECASE):
+            return family
+    return "other"
 
 
 @cache
 def short_name(name: str) -> str:
     """Return a kernel's name without namespaces, parameters and most template arguments.
 
-    At most `MAX_NAME` long.
-
     Kernels that do different work keep different names: the innermost functor, or the tile of a
-    CUTLASS GEMM.
+    CUTLASS GEMM. At most `MAX_NAME` characters.
     """
     if name.startswith(("aten::", "autograd::")):
         return name[:MAX_NAME]
-    if cutlass := re.search(r"cutlass_\w+", name):
+    cutlass = re.search(r"cutlass_\w+", name)
+    if cutlass is not None:
         return cutlass[0][:MAX_NAME]
     plain = (
         name.removeprefix("void ")
@@ -92,4 +94,6 @@ def short_name(name: str) -> str:
     )
     head, _, arguments = plain.partition("<")
     work = _WORK.findall(arguments)
-    return (f"{head}<{work[-1]}>" if work else head.partition("(")[0])[:MAX_NAME].strip()
+    # The last one is the innermost.
+    short = f"{head}<{work[-1]}>" if work else head.partition("(")[0]
+    return short[:MAX_NAME].strip()

@@ -39,10 +39,7 @@ class Allocation:
     born: int
     operator: str
     line: str
-    """The line of the forward pass that allocated it, "file.py:12".
-
-    In a backward pass, the line that is differentiated.
-    """
+    """The line that allocated it, "file.py:12"; in a backward pass, the one differentiated."""
     phase: str
     recomputed: bool
     """Whether activation checkpointing allocated it, as it repeats a part in backward."""
@@ -95,7 +92,8 @@ class AllocationLedger(TorchDispatchMode):
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Assign the storages of `tensors` to a category, for their whole lives."""
         for tensor in tensors:
-            if (entry := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
+            entry = self._alive.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
                 entry[1].category = category
 
     def label_alive(self, category: str, phase: str) -> None:
@@ -109,10 +107,12 @@ class AllocationLedger(TorchDispatchMode):
         line = self._line()
         operator = str(func.overloadpacket).removeprefix("aten.")
         created = result
+        # It returns nothing: the storage of its argument has another size from now on.
         if func is RESIZE:
             operator = "resize_storage"
             created = args[0]
-            if (key := created.untyped_storage()._cdata) in self._alive:
+            key = created.untyped_storage()._cdata
+            if key in self._alive:
                 self._end(key)
         for value in tree_leaves(created):
             if isinstance(value, Tensor) and value.device.type == self._device_type:
@@ -125,6 +125,7 @@ class AllocationLedger(TorchDispatchMode):
         n_bytes = storage.nbytes()
         if key in self._alive or not n_bytes:
             return
+        # A backward pass has gradients switched off, but where checkpointing repeats a forward one.
         recomputed = torch.is_grad_enabled() and current_autograd_node() is not None
         allocation = Allocation(n_bytes, self.moment, operator, line, self._phase, recomputed)
         self.moment += 1
@@ -137,30 +138,28 @@ class AllocationLedger(TorchDispatchMode):
         self.moment += 1
 
     def _line(self) -> str:
-        """Return the current line under study.
-
-        It is remembered for the backward pass of the operator that the line calls.
-        """
+        """Return the current line under study, and remember it for its operator's backward pass."""
         node = current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")
         line = _calling_line(self._source)
         if torch.is_grad_enabled():
-            # a node of the graph is numbered just before its operator runs
+            # A node of the graph is numbered just before its operator runs.
             self._lines.setdefault(_autograd._get_sequence_nr() - 1, line)
         return line
 
 
 def _calling_line(source: Callable[[str], str]) -> str:
-    """The innermost frame of the code under study, as "file.py:12"; "" if there is none."""
+    """Return the innermost frame of the code under study, as "file.py:12"; "" if there is none."""
     for frame, line in walk_stack(sys._getframe(2)):
-        if name := source(frame.f_code.co_filename):
+        name = source(frame.f_code.co_filename)
+        if name:
             return f"{name}:{line}"
     return ""
 
 
 def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Peak:
-    """The highest sum of live bytes from `start` (before its event) up to `end` (excluded)."""
+    """Return the highest sum of live bytes from `start` (before its event) up to before `end`."""
     totals = _live_bytes(allocations, start, end)[1].sum(axis=1)
     moment = start - 1 + int(totals.argmax())
     live = [a for a in allocations if a.born <= moment and (a.freed is None or a.freed > moment)]
@@ -174,14 +173,13 @@ def timeline_between(
     categories, live = _live_bytes(allocations, start, end)
     totals = live.sum(axis=1)
     stretch = max(1, (end - start) // points)
-    highest = [
-        first + int(totals[first : first + stretch].argmax())
-        for first in range(0, len(totals), stretch)
-    ]
-    return [
-        (max(start, start - 1 + row), dict(zip(categories, live[row].tolist(), strict=True)))
-        for row in highest
-    ]
+    timeline = []
+    for first in range(0, len(totals), stretch):
+        # The top of a stretch: a figure with fewer points still has every peak.
+        row = first + int(totals[first : first + stretch].argmax())
+        by_category = dict(zip(categories, live[row].tolist(), strict=True))
+        timeline.append((max(start, start - 1 + row), by_category))
+    return timeline
 
 
 def _live_bytes(
@@ -195,12 +193,10 @@ def _live_bytes(
     changes = np.zeros((end + 1, len(categories)), dtype=np.int64)  # row 0: before the first event
     for allocation in allocations:
         column = categories.index(allocation.category)
-        for moment, n_bytes in (
-            (allocation.born, allocation.n_bytes),
-            (allocation.freed, -allocation.n_bytes),
-        ):
-            if moment is not None and moment < end:
-                changes[moment + 1, column] += n_bytes
+        if allocation.born < end:
+            changes[allocation.born + 1, column] += allocation.n_bytes
+        if allocation.freed is not None and allocation.freed < end:
+            changes[allocation.freed + 1, column] -= allocation.n_bytes
     return categories, changes.cumsum(axis=0)[start:]
 
 

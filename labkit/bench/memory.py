@@ -46,10 +46,8 @@ class AllocationRecord:
     peaks: dict[str, int] = field(default_factory=dict)
     base_bytes: int = 0
     left_bytes: int = 0
-    """Bytes allocated inside and not freed, by the profiler of a CPU.
-
-    If everything was dropped, another thread has freed it, and the record is this much too high.
-    """
+    """Bytes that the profiler of a CPU saw allocated inside and not freed. If everything was
+    dropped, another thread has freed them, and the record is this much too high."""
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
@@ -137,9 +135,7 @@ class ProcessPeak:
 
 @contextmanager
 def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
-    """Measure the highest memory use in the block above that at its start.
-
-    It does not matter which thread frees what.
+    """Measure the highest memory use in the block above that at its start, by all threads.
 
     CUDA: bytes of the caching allocator. CPU: the resident set on Linux, with what libraries
     allocate.
@@ -151,7 +147,7 @@ def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
         peak.growth_bytes = record.peaks["block"]
         peak.end_bytes = _cuda_bytes("current") - record.base_bytes
         return
-    # the C library's free memory would not count when it is used again
+    # The C library's free memory would not count when it is used again.
     _call_glibc("malloc_trim", 0)
     before = 0
     with suppress(OSError):
@@ -165,16 +161,17 @@ def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
 
 
 def return_memory_when_freed() -> None:
-    """Return freed tensors above 64 KiB to Linux at once, from now on.
+    """Return freed tensors above 64 KiB to Linux at once, from now on; slower.
 
-    Else a peak would count free memory. Slower.
+    Otherwise a peak would count free memory.
     """
-    # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed
+    # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed.
     _call_glibc("mallopt", -3, 1 << 16)
 
 
 def _call_glibc(name: str, *arguments: int) -> None:
-    if function := getattr(ctypes.CDLL(None), name, None):  # other C libraries lack it
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:  # other C libraries lack it
         function(*arguments)
 
 
@@ -189,11 +186,13 @@ def saved_for_backward(function: Callable[[], T]) -> tuple[T, dict[int, int]]:
     """Call `function`; return its result, and bytes by address that autograd saved."""
     saved: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
-        if n_bytes := tensor.untyped_storage().nbytes():
-            saved[tensor.untyped_storage().data_ptr()] = n_bytes
+    def record(tensor: Tensor) -> Tensor:
+        # By storage: views of one are saved more than once, and held once.
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         result = function()
     return result, saved

@@ -85,10 +85,7 @@ def _moved_tensors(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tenso
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the argument tensors that an operator reads, and those that it writes into.
-
-    Its schema says which.
-    """
+    """Return the argument tensors that an operator's schema says it reads, and writes into."""
     overwrites = func.overloadpacket.__name__.removeprefix("_foreach_") in OVERWRITES
     read = []
     written = []

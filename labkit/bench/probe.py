@@ -61,7 +61,8 @@ def probe() -> dict[str, float]:
 
 
 def _ping_pong(rank: int, numel: int, round_trips: int) -> float:
-    """Mean seconds of a round trip: under load, a few wake-ups among many are late."""
+    """Return the mean seconds of a round trip."""
+    # The mean, not the median: under load, a few wake-ups among many are late.
     message = torch.zeros(numel)
 
     def make_trip() -> None:
@@ -71,5 +72,5 @@ def _ping_pong(rank: int, numel: int, round_trips: int) -> float:
         if rank == 1:
             dist.send(message, 0)
 
-    timeit.timeit(make_trip, number=5)
+    timeit.timeit(make_trip, number=5)  # the first message connects the two ranks
     return timeit.timeit(make_trip, number=round_trips) / round_trips

@@ -75,9 +75,11 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     # Here, as it takes a second to import, and only who answers needs it.
     from scipy.stats import false_discovery_control
 
-    p, ratio = (ratios[name].to_numpy(dtype=float, copy=True) for name in ("p", "ratio"))
-    if (has_p := ~np.isnan(p)).any():
-        # Without the others: a comparison that has no p-value is not one more test.
+    ratio = ratios["ratio"].to_numpy(dtype=float)
+    p = ratios["p"].to_numpy(dtype=float, copy=True)
+    has_p = ~np.isnan(p)
+    # Without the others: a comparison that has no p-value is not one more test.
+    if has_p.any():
         p[has_p] = false_discovery_control(p[has_p])
     is_significant = p <= FALSE_DISCOVERY_RATE
     least = 1 + MIN_RELEVANT_DIFFERENCE
@@ -110,7 +112,7 @@ def _pool(rows: pd.DataFrame) -> tuple[float, float, float, float]:
     if (error <= 0).all():  # counts, which have no noise
         mean = float(np.exp(logs.mean()))
         return mean, mean, mean, float(p.min())
-    # p = 0 of identical rounds would outweigh all other rows
+    # p = 0, of rounds that are all alike, would outweigh all other rows.
     score = np.sign(logs) * -ndtri(np.clip(p, 1e-9, 1) / 2)
     together = 2 * float(ndtr(-abs(score.sum()) / np.sqrt(len(logs))))
     mean = logs.mean()
@@ -157,7 +159,7 @@ def compare_groups(
 
 
 def slowest_rank(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
-    """The largest `value` of any rank in each repeat: a collective ends with its last rank."""
+    """Return the largest `value` of any rank per repeat: a collective ends with its last rank."""
     return frame.groupby([*by, "repeat"], dropna=False)[value].max().reset_index()
 
 
@@ -210,7 +212,7 @@ def moderate_variance(
 ) -> tuple[Any, Any]:
     """Shrink a variance towards a prior one, each weighted by its degrees of freedom.
 
-    Returns variance and freedom of the result. Smyth 2004, equation 7.
+    Returns variance and freedom of the result. Source: Smyth 2004, equation 7.
     """
     total = prior_freedom + freedom
     return (prior_freedom * prior + freedom * variance) / total, total
@@ -222,7 +224,7 @@ def _session_variance(table: pd.DataFrame, group: np.ndarray) -> tuple[np.ndarra
     NaN in a setting with one session.
     """
     repeated = table["between"].notna()
-    # alternatives with several sessions, per setting
+    # Alternatives with several sessions, per setting.
     n = repeated.groupby(group).sum().to_numpy(dtype=float)
     extra = (table["sessions"] - 1).groupby(group).sum().to_numpy(dtype=float)
     own = table["between"].groupby(group).mean().to_numpy()

@@ -47,17 +47,18 @@ class TraceEvent:
     """`duration_s` without what ran inside."""
 
     def within(self, ranges: Collection[str]) -> str:
-        """The innermost of `ranges` that it belongs to, or ""."""
+        """Return the innermost of `ranges` that it belongs to, or ""."""
         return next((name for name in reversed(self.ranges) if name in ranges), "")
 
 
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity], *, memory: bool = False) -> Iterator[profile]:
     """Run torch's profiler around the block, without its messages; `memory`: with allocations."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports start and end on stderr
+    # Otherwise it reports start and end on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profiler = profile(activities=activities, profile_memory=memory)
     with warnings.catch_warnings():
-        # of earlier cycles: there is one
+        # It warns that events of earlier cycles are lost, and there is one cycle.
         warnings.filterwarnings("ignore", ".*Profiler clears events")
         profiler.start()
     try:
@@ -75,8 +76,9 @@ def profile_call(
     RuntimeError if a GPU was profiled and no kernel was recorded: operators of the host must not
     pass for kernels.
     """
+    is_cuda = torch.device(device).type == "cuda"
     activities = [ProfilerActivity.CPU]
-    if is_cuda := torch.device(device).type == "cuda":
+    if is_cuda:
         activities.append(ProfilerActivity.CUDA)
     with profiled(activities) as profiler:
         if before is not None:
@@ -106,9 +108,12 @@ def read_events(trace: Trace) -> list[TraceEvent]:
     host = _complete(trace, HOST)
     device = _complete(trace, DEVICE)
     events = device or host
-    numbered = [(_correlation(event), event["ts"]) for event in _complete(trace, LAUNCH)]
-    launches = {number: start for number, start in numbered if number is not None}
-    # or its own
+    launches: dict[Any, float] = {}
+    for event in _complete(trace, LAUNCH):
+        number = _correlation(event)
+        if number is not None:
+            launches[number] = event["ts"]
+    # A kernel belongs to the ranges that are open at its launch; an operator has no launch.
     starts: list[Any] = [launches.get(_correlation(event), event["ts"]) for event in events]
     ranges = [event for event in host if event["cat"] == RANGE]
     return [
@@ -125,10 +130,7 @@ def read_events(trace: Trace) -> list[TraceEvent]:
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[Event]:
-    """List the events with a duration in these categories, by start.
-
-    An event comes before those inside it.
-    """
+    """List the events with a duration in these categories by start, each before those inside."""
     events = [
         event
         for event in trace["traceEvents"]
@@ -139,7 +141,7 @@ def _complete(trace: Trace, categories: Sequence[str]) -> list[Event]:
 
 
 def _correlation(event: Event) -> Any:
-    """The number that a kernel shares with the call that launched it; None without one."""
+    """Return the number that a kernel shares with the call that launched it; None without one."""
     return event.get("args", {}).get("correlation")
 
 
@@ -150,9 +152,10 @@ def _end(event: Event) -> float:
 def _self_times(events: list[Event]) -> list[float]:
     """Return each event's duration without the host's events directly inside it.
 
-    Per thread, in the order of `_complete`.
+    `events` are in the order of `_complete`.
     """
     own = [float(event["dur"]) for event in events]
+    # Per thread, the events that are open: those on one thread are nested.
     stacks: dict[Any, list[int]] = defaultdict(list)
     for i, event in enumerate(events):
         stack = stacks[event["tid"]]
