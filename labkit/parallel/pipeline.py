@@ -27,7 +27,8 @@ from labkit.parallel.agreement import (
     describe_values,
 )
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.gradients import Layout, add_layout, find_overflow, fork_seed, mark_overflow
+from labkit.parallel.gradients import find_overflow, fork_seed, mark_overflow
+from labkit.parallel.layouts import Layout, add_layout
 from labkit.parallel.pipeline_agreement import agree_on_batch, check_batch
 from labkit.parallel.pipeline_layers import (
     check_state,

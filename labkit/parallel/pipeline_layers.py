@@ -15,7 +15,7 @@ from labkit.parallel.agreement import agree_once, describe_parameter
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.exchange import exchange
-from labkit.parallel.gradients import Layout, add_layout, find_cut, get_layouts
+from labkit.parallel.layouts import Layout, add_layout, find_cut, get_layouts
 from labkit.parallel.messages import gather_json
 from labkit.parallel.transport import Transport
 

@@ -47,7 +47,7 @@ from labkit.parallel.agreement import (
     wait_for_ranks,
 )
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.gradients import Layout, add_layout, get_layouts
+from labkit.parallel.layouts import Layout, add_layout, get_layouts
 from labkit.parallel.losses import IGNORED
 from labkit.parallel.tensor_collectives import TORCH, Ranks, cut
 from labkit.parallel.tensor_layers import (

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from labkit.parallel.gradients import Layout, fork_seed
+from labkit.parallel.gradients import fork_seed
+from labkit.parallel.layouts import Layout
 
 TORCH = "torch"
 Function = Callable[[Tensor], Tensor]

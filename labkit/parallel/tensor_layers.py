@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from labkit.parallel.gradients import Layout, find_layout
+from labkit.parallel.layouts import Layout, find_layout
 from labkit.parallel.losses import IGNORED
 from labkit.parallel.tensor_collectives import Ranks, cut, enter_or_leave, part_lengths
 from labkit.torch_private import assert_async

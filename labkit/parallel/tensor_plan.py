@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from labkit.parallel.gradients import find_cut
+from labkit.parallel.layouts import find_cut
 from labkit.parallel.tensor_collectives import Ranks, part_lengths
 from labkit.parallel.tensor_layers import (
     ColumnsLinear,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.gradients import Layout
+from labkit.parallel.layouts import Layout
 from labkit.parallel.tensor_collectives import cut, part_lengths
 from labkit.parallel.tensor_plan import named_tensors
 

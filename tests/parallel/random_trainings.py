@@ -28,7 +28,8 @@ from labkit.parallel.context import (
     ring_attention,
     split_sequence,
 )
-from labkit.parallel.gradients import any_rank_overflowed, clip_grad_norm_, find_layout
+from labkit.parallel.gradients import any_rank_overflowed, clip_grad_norm_
+from labkit.parallel.layouts import find_layout
 from labkit.parallel.losses import IGNORED, mean_loss, next_tokens, summed_loss
 from labkit.parallel.messages import gather_json
 from labkit.parallel.pipeline import Pipeline

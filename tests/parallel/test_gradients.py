@@ -8,15 +8,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.gradients import (
-    CutGradient,
-    Layout,
-    add_layout,
     any_rank_overflowed,
     clip_grad_norm_,
     find_overflow,
     fork_seed,
     mark_overflow,
 )
+from labkit.parallel.layouts import CutGradient, Layout, add_layout
 from labkit.parallel.sharding import FSDP
 from tests.parallel.model_parallel_cases import EXACT
 from tests.parallel.shared_ranks import on_ranks

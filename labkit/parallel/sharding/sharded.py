@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from labkit.parallel.data_parallel.consistency import check_values
-from labkit.parallel.gradients import CutGradient, find_cut
+from labkit.parallel.layouts import CutGradient, find_cut
 from labkit.parallel.prepare import FLOAT_TYPES, strides_like
 from labkit.parallel.sharding.gather import local_rows
 from labkit.torch_private import has_internal_overlap
