@@ -12,7 +12,6 @@ gradients to the stage before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,16 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from labkit.parallel.agreement import (
-    agree_once,
-    agree_per_pass,
-    describe_parameter,
-    describe_values,
-)
+from labkit.parallel.agreement import agree_once, describe_parameter
 from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.gradients import find_overflow, fork_seed, mark_overflow
 from labkit.parallel.layouts import Layout, add_layout
-from labkit.parallel.pipeline_agreement import agree_on_batch, check_batch
+from labkit.parallel.pipeline_agreement import agree_on_batch, agree_on_inputs
 from labkit.parallel.pipeline_layers import (
     check_state,
     find_tied,
@@ -186,13 +180,10 @@ class Pipeline(nn.Module):
         An error of a layer or of the loss is raised on its rank, and ValueError with its text on
         the others; gradients are then as before.
         """
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        check = partial(check_batch, inputs, targets, self.micro_batches, loss_function)
-        values = {"inputs": inputs, "targets": targets}
         if scaler is not None and not scaler.is_enabled():
             scaler = None
         typical_count = agree_on_batch(
-            values, check, self.group, data_group, self._tied, parameters, scaler
+            self, inputs, targets, loss_function, self._tied, data_group, scaler
         )
         # The gradients of this step are corrected by the number of targets, earlier ones are not.
         with gradients_set_aside([*self.parameters()]):
@@ -216,12 +207,7 @@ class Pipeline(nn.Module):
         In evaluation mode and without gradients; afterwards every module's mode is as before.
         inputs (B, ...), alike on all ranks. Errors as `step`.
         """
-
-        def describe() -> dict[str, str]:
-            check_batch(inputs, inputs)
-            return {"inputs": describe_values(inputs, self.group)}
-
-        agree_per_pass("inputs", describe, self.group)
+        agree_on_inputs(inputs, self.group)
         parts = inputs.tensor_split(min(len(inputs), self.micro_batches))
         orders = [
             [task for task in order if task.kind == "F" and task.micro_batch < len(parts)]

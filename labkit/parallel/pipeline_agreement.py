@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,63 @@ Tied = Sequence[Mapping[int, str]]
 REMOVED = -1  # in the place of whether a copy is trained
 
 
-def check_batch(
+def agree_on_inputs(inputs: Tensor, group: dist.ProcessGroup) -> None:
+    """Check the inputs of an evaluation, which must be the same on all ranks of a pipeline."""
+
+    def describe() -> dict[str, str]:
+        _check_batch(inputs, inputs)
+        return {"inputs": describe_values(inputs, group)}
+
+    agree_per_pass("inputs", describe, group)
+
+
+def agree_on_batch(
+    pipeline: Any,
+    inputs: Tensor,
+    targets: Tensor,
+    loss_function: object,
+    tied: Tied,
+    data_group: dist.ProcessGroup | None,
+    scaler: GradScaler | None,
+) -> float:
+    """Check inputs and targets; return the mean number of targets over `data_group`, at least 1.
+
+    What one pipeline refuses is refused by those of the other batches, too. Ranks must train all
+    copies of a tied parameter, or none. By the scale of `scaler` the last rank multiplies the
+    loss, and each rank divides its gradients.
+    """
+    group = pipeline.group
+    parameters = dict(pipeline.named_parameters(remove_duplicate=False))
+    local = [parameters.get(names.get(group.rank(), "")) for names in tied]
+    flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
+
+    def describe() -> dict[str, str]:
+        _check_batch(inputs, targets, pipeline.micro_batches, loss_function)
+        return {
+            "inputs": describe_values(inputs, group),
+            "targets": describe_values(targets, group),
+            "the scale of the loss": "none" if scaler is None else str(scaler.get_scale()),
+        }
+
+    def agree() -> None:
+        by_rank = agree_per_pass("inputs and targets", describe, group, numbers=flags)
+        for number, names in enumerate(tied):
+            _check_copies(names, [by_rank[rank][number] for rank in names])
+
+    n_targets = targets.numel()
+    if data_group is None:
+        agree()
+        return max(1.0, n_targets)
+    problem: Exception | None = None
+    try:
+        agree()
+    except ValueError as error:
+        problem = error
+    counts = agree_on_success("step", problem, data_group, [n_targets])
+    return max(1.0, sum(count for (count,) in counts) / len(counts))
+
+
+def _check_batch(
     inputs: Tensor, targets: Tensor, micro_batches: int = 1, loss_function: object = None
 ) -> None:
     """Raise ValueError for a batch that cannot be cut, or has a graph, and for another loss."""
@@ -43,48 +100,6 @@ def check_batch(
             raise ValueError(
                 f"expected a loss without parameters, got {trained[0]}: make what has it a layer"
             )
-
-
-def agree_on_batch(
-    batch: Mapping[str, Tensor],
-    check: Callable[[], None],
-    group: dist.ProcessGroup,
-    data_group: dist.ProcessGroup | None,
-    tied: Tied,
-    parameters: Mapping[str, nn.Parameter],
-    scaler: GradScaler | None,
-) -> float:
-    """Check inputs and targets; return the mean number of targets over `data_group`, at least 1.
-
-    What one pipeline refuses is refused by those of the other batches, too. `parameters`: of this
-    rank, by name. Ranks must train all copies of a tied one, or none. By the scale of
-    `scaler` the last rank multiplies the loss, and each rank divides its gradients.
-    """
-    local = [parameters.get(names.get(group.rank(), "")) for names in tied]
-    flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
-
-    def describe() -> dict[str, str]:
-        check()
-        description = {name: describe_values(values, group) for name, values in batch.items()}
-        scale = "none" if scaler is None else str(scaler.get_scale())
-        return description | {"the scale of the loss": scale}
-
-    def agree() -> None:
-        by_rank = agree_per_pass("inputs and targets", describe, group, numbers=flags)
-        for number, names in enumerate(tied):
-            _check_copies(names, [by_rank[rank][number] for rank in names])
-
-    n_targets = batch["targets"].numel()
-    if data_group is None:
-        agree()
-        return max(1.0, n_targets)
-    problem: Exception | None = None
-    try:
-        agree()
-    except ValueError as error:
-        problem = error
-    counts = agree_on_success("step", problem, data_group, [n_targets])
-    return max(1.0, sum(count for (count,) in counts) / len(counts))
 
 
 def _check_copies(names: Mapping[int, str], flags: Sequence[int]) -> None:
