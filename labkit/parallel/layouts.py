@@ -66,24 +66,67 @@ def find_layout(parameter: Tensor, group: dist.ProcessGroup) -> Layout:
     return next(layouts, Layout(group))
 
 
-class CutGradient(Tensor):
-    """This rank's part of a gradient: an ordinary tensor, but for two functions of torch.
+class CutTensor(Tensor):
+    """What is computed from a cut gradient. Functions that mix its elements are refused.
+
+    Muon, Adafactor and LBFGS would compute with this rank's part of a matrix as if it were all of
+    it. What such an optimizer makes of a gradient first, element by element, is a part, too.
+    `detach()` and `clone()` give ordinary tensors, as optimizers keep them.
+    """
+
+    result_class: type[Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **options)
+        if not isinstance(result, Tensor):
+            return result
+        if result is options.get("out") or any(result is each for each in args[:1]):
+            return result  # in place
+        # Not a norm or a sum of all elements: logs read the part's.
+        if result.dim() or func is Tensor.dot:
+            if func.__name__ in _MIXES_ELEMENTS:
+                raise ValueError(
+                    "expected an optimizer that treats each element of a gradient alone, as SGD and"
+                    f" Adam do: {func.__name__}() of a cut matrix's part is not the matrix's"
+                )
+            if func.__name__ not in ("detach", "clone"):
+                result.__class__ = cls.result_class
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # States of optimizers are loaded where there are no ranks.
+        with DisableTorchFunctionSubclass():
+            return self.detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+
+CutTensor.result_class = CutTensor
+
+
+class CutGradient(CutTensor):
+    """This rank's part of a gradient. Two functions of torch are collectives for it.
 
     The norm in `torch.nn.utils.clip_grad_norm_` is that of all ranks' parts, and an overflow that
-    `GradScaler` finds in any part is found on all ranks. Both are collectives.
+    `GradScaler` finds in any part is found on all ranks.
     """
 
     group: dist.ProcessGroup
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _READ_BY_TRAINERS:
+            # First, since optimizers call some operators per gradient.
+            return super().__torch_function__(func, types, args, kwargs)
         options = kwargs or {}
         with DisableTorchFunctionSubclass():
             # Before all else: the functions below correct what torch has computed of this rank's
             # part.
             result = func(*args, **options)
-            if func not in _READ_BY_TRAINERS:
-                return result  # first, since optimizers call some operators per gradient
             if func is FOREACH_NORM:
                 return _norm_of_parts(args[0], result, *args[1:2], **options)
             if func is torch.linalg.vector_norm:
@@ -102,6 +145,13 @@ _READ_BY_TRAINERS = {
     # the one function by which `GradScaler` reads gradients (torch 2.11 to 2.13)
     AMP_CHECK,
 }
+
+
+# Names of functions that mix elements of a matrix, if their result is more than one number.
+_PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "dot", "einsum")
+_DECOMPOSITIONS = ("linalg_svd", "svd", "linalg_qr", "qr", "linalg_eigh")
+_REDUCTIONS = ("norm", "linalg_vector_norm", "mean", "sum", "amax", "amin", "var", "std")
+_MIXES_ELEMENTS = {*_PRODUCTS, *_DECOMPOSITIONS, *_REDUCTIONS}
 
 
 class CutParameter(nn.Parameter):

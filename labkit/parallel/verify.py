@@ -42,9 +42,11 @@ from labkit.parallel.verify_training import (
     Batch,
     Key,
     Loss,
+    MakeOptimizer,
     Parallel,
     Record,
     derive_tolerances,
+    make_sgd,
     train_parallel,
     train_whole,
 )
@@ -100,6 +102,7 @@ def verify(
     *,
     group: Group = None,
     dtype: torch.dtype | None = None,
+    optimizer: MakeOptimizer = make_sgd,
 ) -> Verification:
     """Compare a parallel training with one process. A collective of `group` (None: all ranks).
 
@@ -108,7 +111,8 @@ def verify(
     one a share of the sequences, as with data parallelism. `batches`: whole ones, (inputs,
     targets), alike on all ranks; with fewer than three they are repeated. `dtype`: of the roughest
     rounding in the training, such as a reduce dtype; None: the model's. Dropout is off while
-    results are compared.
+    results are compared. `optimizer`: makes it, of parameters, in
+    one process and on all ranks.
 
     It refuses to pass if nothing was trained, or if a rank's part of a batch changes no gradient.
     """
@@ -116,10 +120,10 @@ def verify(
     model, loss_function = make()
     start = copy.deepcopy(model)
     broadcast([*start.parameters(), *start.buffers()], members)
-    exact = train_whole(start, loss_function, batches, torch.float64)
-    max_norm = exact.norms[0] / 2  # so that clipping clips
-    exact = train_whole(start, loss_function, batches, torch.float64, max_norm)
-    rough = train_whole(start, loss_function, batches, torch.float32, max_norm)
+    unclipped = train_whole(start, loss_function, batches, torch.float64, optimizer)
+    max_norm = unclipped.norms[0] / 2  # so that clipping clips
+    exact = train_whole(start, loss_function, batches, torch.float64, optimizer, max_norm)
+    rough = train_whole(start, loss_function, batches, torch.float32, optimizer, max_norm)
     case = Case(start, loss_function, batches[0], members.size())
     untested = [name for name, gradient in exact.gradients[0].items() if not gradient.any()]
     if len(untested) == len(exact.gradients[0]):
@@ -134,7 +138,7 @@ def verify(
             return Verification("refused", cause=reason)
     first = next(p for p in start.parameters() if p.is_floating_point())
     tolerances = derive_tolerances(exact, rough, dtype or first.dtype)
-    record = train_parallel(parallel, batches, members, max_norm, exact.parameters[0])
+    record = train_parallel(parallel, batches, members, exact)
     result = _compare(record, exact, tolerances, case, members)
     if result is None:
         result = _check_dropout(parallel, batches[0], members)
@@ -223,7 +227,7 @@ def _compare(
     if KINDS[kind] == "gradient":
         cause = explain_gradient(case, name, values, exact.gradients[step - 1], tolerance)
     elif KINDS[kind] == "parameter":
-        cause = explain_parameter(case, name, values, expected.get(key), tolerance, step)
+        cause = explain_parameter(case, name, values, exact, tolerance, step)
     elif KINDS[kind] == "norm":
         cause = "gradients are right and their norm is not: it is the local norm of each rank"
     else:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.losses import next_tokens
+from labkit.parallel.verify_training import Record, update_parts
 from labkit.torch_private import DropoutNd
 
 UNKNOWN = "no known pattern"
@@ -239,11 +240,12 @@ def explain_parameter(
     case: Case,
     name: str,
     values: Sequence[Tensor | None],
-    expected: Tensor | None,
+    exact: Record,
     tolerance: float,
     step: int,
 ) -> str:
     """Return the cause of ranks' values of a parameter that are off."""
+    expected = exact.parameters[step].get(name)
     if expected is None or any(value is None for value in values):
         return "it is not in one of the two models"
     actual = [value for value in values if value is not None]
@@ -252,17 +254,32 @@ def explain_parameter(
     if not parameter.requires_grad:
         return "a frozen parameter moved: zeros in the place of no gradient are decayed"
     if step == 0:
-        for dim in range(expected.dim()):
-            blocks = expected.tensor_split(case.ranks, dim)
-            got = actual[0].tensor_split(case.ranks, dim)
-            for i, block in enumerate(got):
-                for j, other in enumerate(blocks):
-                    if i != j and torch.equal(block, other) and not torch.equal(block, blocks[i]):
-                        return f"a wrong slice: part {i} has the values of part {j}"
+        wrong_slice = _find_wrong_slice(actual[0], expected, case.ranks)
+        if wrong_slice:
+            return wrong_slice
         return "ranks start with different values" if differ else "it starts with other values"
     if differ:
         return "drift: ranks differ in what they should have alike"
+    for dim in range(expected.dim()):
+        if _equal(
+            actual[0], update_parts(exact, name, dim, case.ranks, step), 4 * case.ranks * tolerance
+        ):
+            return (
+                "each rank's optimizer sees a part of it: expected one that treats each element"
+                " alone, as SGD and Adam do, not as Muon and Adafactor"
+            )
     return "gradients are right and the update is not: clipping, decay, or another optimizer"
+
+
+def _find_wrong_slice(value: Tensor, expected: Tensor, ranks: int) -> str:
+    """Return which rank's part of a parameter has the values of another part, if one has."""
+    for dim in range(expected.dim()):
+        parts = expected.tensor_split(ranks, dim)
+        for i, part in enumerate(value.tensor_split(ranks, dim)):
+            for j, other in enumerate(parts):
+                if i != j and torch.equal(part, other) and not torch.equal(part, parts[i]):
+                    return f"a wrong slice: part {i} has the values of part {j}"
+    return ""
 
 
 def _wrong_places(value: Tensor, right: Tensor, within: float) -> str:

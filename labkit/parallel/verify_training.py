@@ -21,6 +21,7 @@ from labkit.torch_private import DropoutNd
 Batch = tuple[Tensor, Tensor]
 Values = dict[str, Tensor]
 Loss = Callable[[Any, Tensor], Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Key = tuple[int, int, str]
 """Step, kind and name of a value."""
 
@@ -30,12 +31,11 @@ SAFETY = 16.0
 random sums; over all elements of a model the largest of one is rarely four times that of the other.
 """
 
-
 SGD_SETTINGS: Mapping[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of the training in one process."""
+def make_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer with which trainings are compared, unless another one is given."""
     return torch.optim.SGD(parameters, **SGD_SETTINGS)
 
 
@@ -58,14 +58,16 @@ class Parallel:
     """
     clip: Callable[[float], Tensor | float] | None = None
     """Clips all gradients to a norm and returns the norm before; None: labkit's or torch's."""
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = make_optimizer
-    """Makes an optimizer that updates as `make_optimizer`'s."""
+    optimizer: MakeOptimizer | None = None
+    """Makes an optimizer that updates as that of one process. None: makes the same."""
 
 
 @dataclass
 class Record:
-    """A training: by step, and parameters also before it."""
+    """A training: how it updates, and what it computes by step; parameters also before it."""
 
+    make_optimizer: MakeOptimizer
+    max_norm: float
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[Values] = field(default_factory=list)
@@ -87,12 +89,13 @@ def train_whole(
     loss_function: Loss,
     batches: Sequence[Batch],
     dtype: torch.dtype,
+    make_optimizer: MakeOptimizer,
     max_norm: float = float("inf"),
 ) -> Record:
     """Train a copy of the model in one process."""
     model = copy.deepcopy(start).to(dtype)
     optimizer = make_optimizer(model.parameters())
-    record = Record()
+    record = Record(make_optimizer, max_norm)
 
     def note_parameters() -> None:
         named = model.named_parameters(remove_duplicate=False)
@@ -125,16 +128,17 @@ def train_parallel(
     parallel: Parallel,
     batches: Sequence[Batch],
     group: dist.ProcessGroup,
-    max_norm: float,
-    names: Container[str],
+    whole: Record,
 ) -> Record:
-    """Train on all ranks. Losses are means over ranks; norms are this rank's.
+    """Train on all ranks as `whole` in one process.
 
-    `names`: of the parameters in one process.
+    Losses are means over ranks; norms are this rank's.
     """
     model = parallel.model
-    optimizer = parallel.optimizer(model.parameters())
-    record = Record()
+    make_optimizer = parallel.optimizer or whole.make_optimizer
+    optimizer = make_optimizer(model.parameters())
+    record = Record(make_optimizer, whole.max_norm)
+    names = whole.parameters[0]
 
     def named() -> dict[str, nn.Parameter]:
         return dict(model.named_parameters(remove_duplicate=False))
@@ -149,15 +153,35 @@ def train_parallel(
             grads = {name: p.grad for name, p in named().items() if p.grad is not None}
             record.gradients.append(_gather(parallel, grads, names))
             if parallel.clip is not None:
-                norm = parallel.clip(max_norm)
+                norm = parallel.clip(whole.max_norm)
             else:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), whole.max_norm)
             if hasattr(norm, "full_tensor"):
                 norm = norm.full_tensor()  # FSDP's is a DTensor, of which each rank has a share
             record.norms.append(float(norm))
             optimizer.step()
             record.parameters.append(_gather(parallel, named(), names))
     return record
+
+
+def update_parts(record: Record, name: str, dim: int, ranks: int, steps: int) -> Tensor:
+    """Return a parameter after some steps of a training in which each rank updates its own part.
+
+    Equal to the whole parameter's update only for an optimizer that treats each element alone.
+    """
+    parts = []
+    for rank, start in enumerate(record.parameters[0][name].tensor_split(ranks, dim)):
+        part = nn.Parameter(start.clone())
+        optimizer = record.make_optimizer([part])
+        for step in range(steps):
+            factor = min(1.0, record.max_norm / (record.norms[step] + 1e-6))
+            gradient = record.gradients[step].get(name)
+            part.grad = None
+            if gradient is not None:
+                part.grad = gradient.tensor_split(ranks, dim)[rank] * factor
+            optimizer.step()
+        parts.append(part.detach())
+    return torch.cat(parts, dim)
 
 
 def _local_batch(

@@ -1,7 +1,11 @@
 """Clipping, overflow and random numbers are those of one process, however ranks have parameters."""
 
 import copy
+import io
+from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +21,7 @@ from labkit.parallel.gradients import (
 from labkit.parallel.layouts import CutGradient, Layout, add_layout
 from labkit.parallel.sharding import FSDP
 from tests.parallel.model_parallel_cases import EXACT
-from tests.parallel.shared_ranks import on_ranks
+from tests.parallel.shared_ranks import on_ranks, shared_mesh
 
 
 def test_a_sparse_gradient_is_marked() -> None:
@@ -86,7 +90,7 @@ def test_clip_of_shards() -> list[str]:
     torch.manual_seed(0)
     one = Scaled().double()
     x = torch.arange(6.0, dtype=torch.float64).view(2, 3)
-    group = dist.new_group()
+    group = shared_mesh((2,), ("fsdp",)).get_group()
     model = FSDP(copy.deepcopy(one), group=group)
     for each in (one, model):
         each(x).square().mean().backward()
@@ -100,7 +104,7 @@ def test_torch_functions_on_cut_gradients() -> list[str]:
     """torch's own clipping of cut and replicated parameters has the norm of one process."""
     (cut, gain, *_), (matrix, whole_gain, *_) = make_parameters()
     assert type(cut.grad) is CutGradient
-    assert type(cut.grad * 2) is Tensor
+    assert type(cut.grad.detach()) is type(cut.grad.clone()) is Tensor
     before = cut.grad.clone()
     (cut * matrix.chunk(2)[dist.get_rank()]).sum().backward()  # accumulates
     assert torch.equal(cut.grad, 2 * before)
@@ -110,6 +114,63 @@ def test_torch_functions_on_cut_gradients() -> list[str]:
         nn.utils.clip_grad_norm_([cut, gain], 1e9, foreach=foreach) for foreach in (None, True)
     ]
     return [f"{norm} instead of {expected}" for norm in norms if abs(norm - expected) > EXACT]
+
+
+OVER_MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "Muon": torch.optim.Muon,
+    "Muon without nesterov": partial(torch.optim.Muon, nesterov=False),
+    "Adafactor": torch.optim.Adafactor,
+    "Adafactor, foreach": partial(torch.optim.Adafactor, foreach=True),
+    "LBFGS": torch.optim.LBFGS,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", OVER_MATRICES)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_optimizers_that_mix_elements_are_refused(name: str, is_sharded: bool) -> None:
+    """They would see this rank's part of a cut matrix as if it were all of it."""
+    parameters, _ = make_parameters()
+    if is_sharded:
+        layer = nn.Linear(3, 4, bias=False).double()
+        layer.weight = parameters[0]
+        model = FSDP(layer, group=shared_mesh((2,), ("fsdp",)).get_group())
+        model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        parameters = [*model.parameters()]
+    optimizer = OVER_MATRICES[name](parameters[:1])
+    before = parameters[0].detach().clone()
+    with pytest.raises(ValueError, match="part") as refusal:
+        optimizer.step(lambda: parameters[0].grad.detach().sum())  # type: ignore[union-attr]
+    assert "\n" not in str(refusal.value)
+    assert bool((parameters[0] == before).all())
+
+
+ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "AdamW": partial(torch.optim.AdamW, amsgrad=True, maximize=True),
+    "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "Rprop": torch.optim.Rprop,
+    "Adam, foreach": partial(torch.optim.Adam, foreach=True, weight_decay=0.1),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_of_single_elements_update_parts(name: str) -> None:
+    (cut, *_), (matrix, *_) = make_parameters()
+    whole = nn.Parameter(torch.zeros_like(matrix))
+    whole.grad = matrix.clone()
+    optimizer, of_whole = (ELEMENTWISE[name]([each]) for each in (cut, whole))
+    for _ in range(3):
+        optimizer.step()
+        of_whole.step()
+    torch.testing.assert_close(cut.data, whole.data.chunk(2)[dist.get_rank()])
+    # States are loaded where there are no ranks.
+    saved = io.BytesIO()
+    torch.save(copy.deepcopy(optimizer.state_dict()), saved)
+    saved.seek(0)
+    for value in torch.load(saved)["state"][0].values():
+        assert type(value) is Tensor
 
 
 @on_ranks(2)

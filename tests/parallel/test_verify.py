@@ -400,6 +400,28 @@ def test_a_right_training_passes(training: str) -> None:
         assert is_equal, text
 
 
+def adafactor() -> dict[str, list[Any]]:
+    results = {}
+    trainings: dict[str, tuple[Make, Plan]] = {
+        "columns": (wide, partial(by_columns, fork=True)),
+        "averaged": (tied, partial(averaged, change=mean)),
+    }
+    for name, (make, parallelize) in trainings.items():
+        optimizer = partial(torch.optim.Adafactor, lr=0.1)
+        result = verify(make, parallelize, [(TOKENS, MASKED)], optimizer=optimizer)
+        results[name] = [bool(result), result.what, result.name, result.cause]
+    return results
+
+
+def test_an_optimizer_that_sees_a_part_of_a_matrix_is_named() -> None:
+    for results in run_ranks(adafactor, world_size=2):
+        *off, cause = results["columns"]
+        assert off == [False, "parameter", "1.weight"]
+        assert "optimizer" in cause
+        assert "a part of it" in cause
+        assert results["averaged"][0], results["averaged"]
+
+
 def no_targets_on_rank_1() -> list[str]:
     targets = TARGETS.clone()
     targets[2:] = IGNORED

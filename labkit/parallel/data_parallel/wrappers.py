@@ -198,7 +198,8 @@ class OverlappedDDP(BucketedDDP):
 def _flat_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient's elements in the order of memory, a contiguous view, (n,)."""
     gradient = _writable_gradient(parameter)
-    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+    flat = (gradient.numel(),), (1,), gradient.storage_offset()
+    return gradient.detach().as_strided(*flat)  # an ordinary tensor, if gradients are of a class
 
 
 def _writable_gradient(parameter: Tensor) -> Tensor:

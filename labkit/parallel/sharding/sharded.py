@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from labkit.parallel.data_parallel.consistency import check_values
-from labkit.parallel.layouts import CutGradient, find_cut
+from labkit.parallel.layouts import CutGradient, CutTensor, find_cut
 from labkit.parallel.prepare import FLOAT_TYPES, strides_like
 from labkit.parallel.sharding.gather import local_rows
 from labkit.torch_private import has_internal_overlap
@@ -33,7 +33,7 @@ class Sharded(DTensor):
     def data(self) -> Tensor:
         """The same rows, hidden from autograd."""
         rows = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        rows.__class__ = Sharded
+        rows.__class__ = getattr(self, "result_class", Sharded)
         return rows
 
     @data.setter
@@ -55,10 +55,20 @@ class Sharded(DTensor):
         return memo.setdefault(id(self), as_gradient(self._local_tensor.clone(), self))
 
 
+class CutShardTensor(CutTensor, Sharded):
+    """What is computed from a `CutShard`, element by element."""
+
+    __slots__ = ()
+
+
+CutShardTensor.result_class = CutShardTensor
+
+
 class CutShard(CutGradient, Sharded):
     """A shard of a gradient which tensor parallelism has cut, too: torch's norm is that of both."""
 
     __slots__ = ()
+    result_class = CutShardTensor
 
 
 @torch.no_grad()
