@@ -130,7 +130,9 @@ def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
     rows = ranking.order
     if with_room:
         rows = [row for row in rows if ranking.predictions.has_room[row]] or rows
-    return Change(name, request, ranking.predictions.prediction(rows[0]) if rows else None)
+    if not rows:
+        return Change(name, request, None)
+    return Change(name, request, ranking.predictions.prediction(rows[0]))
 
 
 def _remedies(request: Request) -> Iterator[Change]:

@@ -135,7 +135,9 @@ def _faster_layout(request: Request, expected: Prediction) -> Prediction | None:
     if not request.fixed:
         return None
     best = rank(replace(request, fixed={})).first()
-    return best if best.may_fit and expected.step_s > FASTER * best.step_s else None
+    if best.may_fit and expected.step_s > FASTER * best.step_s:
+        return best
+    return None
 
 
 def causal_share(request: Request) -> float:

@@ -124,7 +124,9 @@ def _compare(one: Prediction, advice: Advice) -> str:
         return change
     if slower < 0:
         # Ranked below all the same: the ranking prefers what is well within memory and data.
-        return f"{change}, but {'further from published runs' if one.has_room else memory}"
+        if one.has_room:
+            return f"{change}, but further from published runs"
+        return f"{change}, but {memory}"
     # The part of the step that loses most time against the best layout is the reason.
     usual = best.sums_s
     lost = {name: seconds - usual[name] for name, seconds in one.sums_s.items()}
@@ -211,7 +213,8 @@ def _headline(diagnosis: Diagnosis) -> str:
         sentences.append(
             f"Published runs like yours reach {100 * least:.0f} to {100 * most:.0f}% MFU."
         )
-    if other := diagnosis.other_layout:
+    other = diagnosis.other_layout
+    if other:
         factor = expected.step_s / other.step_s
         flags = " ".join(map(flag, diagnosis.request.fixed))
         sentences.append(f"Without {flags} it is {factor:.1f} times as fast: {other.layout}.")
@@ -227,18 +230,17 @@ def _cause_row(diagnosis: Diagnosis, cause: Cause) -> tuple[str, ...]:
 
 def _nearest(rows: Sequence[Neighbor]) -> Section:
     """Return the published rows nearest to the request, and how wrong the prediction of each is."""
-    cells = [
-        (
-            f"{row.run.table}: {row.run.model.name}",
-            f"{row.run.layout.gpus} x {row.run.hardware.name}",
-            row.run.layout.arrangement,
-            format_seconds(row.run.step_s),
-            format_percent(row.run.mfu) if np.isfinite(row.run.mfu) else "",
-            f"{100 * row.error:+.0f}%",
-            f"{row.distance:.2g}",
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        run = row.run
+        gpus = f"{run.layout.gpus} x {run.hardware.name}"
+        mfu = ""
+        if np.isfinite(run.mfu):  # not all tables have it
+            mfu = format_percent(run.mfu)
+        step = format_seconds(run.step_s)
+        error = f"{100 * row.error:+.0f}%"
+        name = f"{run.table}: {run.model.name}"
+        cells.append((name, gpus, run.layout.arrangement, step, mfu, error, f"{row.distance:.2g}"))
     title = "The nearest published rows; 1 apart is twice as many GPUs (published)"
     headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by", "apart")
     return Section(title, headings, cells)

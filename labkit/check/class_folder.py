@@ -152,7 +152,7 @@ def _read(file: str, members: Mapping[str, Member]) -> HandIn:
         name = str(card["name"])[:64]
     except Exception as error:
         return HandIn(file, _guess_name(file), problems=[f"cannot be read: {CARD}: {error}"])
-    # The card was edited: the page escapes it.
+    # An edited card may have any name; the page escapes it.
     with suppress(ParameterError):
         name = normalize_name(name)
     result = HandIn(file, name)

@@ -283,7 +283,7 @@ def notebook(
 
     declaration = load_lab(lab)
     path = output or Path(f"{lab}.ipynb")
-    # It may be a student's work of an evening.
+    # It may hold a student's work.
     if path.exists():
         raise ParameterError(f"{path}: exists already; --output names another file")
     content = nbformat.read(notebook_path(lab), as_version=4)

@@ -16,7 +16,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds, format_value
 
 QUANTITY = ["device", "world_size", "quantity"]
-# A median of fewer undisturbed sessions would be a single one's luck: processes differ.
+# Undisturbed sessions: processes differ, and the median of fewer may be that of an exception.
 MIN_SESSIONS = 3
 COLUMNS = {"FLOP/s": "flops_per_s", "B/s": "bytes_per_s"}
 

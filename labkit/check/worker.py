@@ -164,7 +164,7 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
 
 def kernel_rows() -> Iterator[dict[str, Any]]:
     """Yield registers and spilled bytes per thread of each kernel that this process compiled."""
-    # Needs Triton.
+    # Not above: Triton is not everywhere.
     from labkit.nn.flash_launch import KERNELS
 
     for name, function in KERNELS.items():
@@ -204,7 +204,7 @@ def _one_rank(device: str, sizes: Sizes) -> Mapping[str, Quantity]:
 
 def _matmul(device: str, dtype: str, size: int) -> Quantity:
     calls = 1
-    # Many processors have no units for bfloat16: at full size they would take seconds.
+    # Many processors have no units for bfloat16: smaller matmuls, but more of them per sample.
     if device == "cpu" and dtype == "bfloat16":
         size = size // 2
         calls = 4

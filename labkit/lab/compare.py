@@ -56,7 +56,8 @@ class Pair:
         """Fate of each verdict that one of them has, by question."""
         outcomes = {}
         for question, answers in self.answers.items():
-            first, other = (answer.verdict for answer in answers)
+            first = answers[0].verdict
+            other = answers[1].verdict
             if first == other == "not measured":
                 continue
             if other == "not measured":

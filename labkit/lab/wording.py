@@ -135,7 +135,8 @@ def overall(answer: Answer) -> str:
     one = answer.overall
     phrases = phrasing(answer.quantity)
     start = f"Over all {one.n} configurations"
-    low, high = (interval(end, end, end, phrases) for end in (one.low, one.high))
+    low = interval(one.low, one.low, one.low, phrases)
+    high = interval(one.high, one.high, one.high, phrases)
     if answer.is_overall and one.low < one.high:
         # The headline has said the ratio itself, so the line below it has the interval alone.
         ends = [low, high]
@@ -300,8 +301,7 @@ def notes(answer: Answer) -> list[str]:
     """Word everything that a reader would act on, one sentence each."""
     sentences = [*answer.remarks, *(describe_note(note) for note in answer.notes)]
     if isinstance(answer, Comparison) and answer.ties:
-        names = join_words(answer.ties)
-        sentences.insert(0, f"As good, to within 3%: {names}.")
+        sentences.insert(0, f"As good, to within 3%: {join_words(answer.ties)}.")
     return sentences
 
 

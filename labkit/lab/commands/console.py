@@ -99,7 +99,7 @@ def progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
     try:
         with terminal_line(err, lab) as show:
             yield tell
-    # Here: typer would end without a word.
+    # Caught here: typer would end without a word.
     except KeyboardInterrupt:
         hint = ""
         if run is not None:
@@ -157,10 +157,12 @@ def print_load(run: Path | None = None) -> None:
     machine = describe_machine()
     if machine.no_gpu_reason:
         err.print(f"GPUs are not used: {machine.no_gpu_reason}")
-    if reason := unavailable_reason():
+    reason = unavailable_reason()
+    if reason:
         err.print(f"shared memory not available ({reason}): CPU ranks send point to point")
-    if reason := busy_reason(load_before_measuring(), machine.cores):
-        err.print(f"Busy machine: {reason}; times may be too long.")
+    busy = busy_reason(load_before_measuring(), machine.cores)
+    if busy:
+        err.print(f"Busy machine: {busy}; times may be too long.")
 
 
 def require_device(device: object) -> None:

@@ -240,7 +240,7 @@ def stepper(
         ValueError: for numbers of ranks that `record_schedule` refuses.
         RankError: if `mine` raises on a rank, or calls one of torch's collectives.
     """
-    # Up to 8 ranks are threads; those of `mine` are processes, which take a second each.
+    # Ranks of labkit's functions are threads; those of `mine` are processes, which start slower.
     world_sizes = world_sizes or tuple(range(2, 9 if mine is None else 5))
     schedules: dict[str, dict[int, Any]] = {}
     if mine is not None:  # first: it is what the reader wants to see

@@ -73,9 +73,8 @@ def script_hash() -> str:
 def code_style(scope: str = "") -> str:
     """Pygments' colors for light and dark pages, limited to the elements inside `scope`."""
     inside = f"{scope} .highlight".strip()
-    light, dark = (
-        HtmlFormatter(style=style).get_style_defs(inside) for style in ("default", "github-dark")
-    )
+    light = HtmlFormatter(style="default").get_style_defs(inside)
+    dark = HtmlFormatter(style="github-dark").get_style_defs(inside)
     # Paper is white, whatever the screen prefers.
     in_dark = f"@media screen and (prefers-color-scheme: dark) {{ {dark} }}"
     return f"{inside} {{ color: #1c2024 }}\n{light}\n{in_dark}"

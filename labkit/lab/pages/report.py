@@ -188,7 +188,7 @@ class _PageExporter(HTMLExporter):
         return MarkdownWithMath(renderer=renderer).render(source)
 
 
-# Which takes a second to make.
+# One for all pages of a report: it takes a second to make.
 _exporter = cache(_PageExporter)
 
 

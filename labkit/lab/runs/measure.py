@@ -111,7 +111,7 @@ def resume(
     run = Run.load(path)
     layout = ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
-    # The run's config names them.
+    # While they are registered: the run's config names them.
     with registered(study.register, plugins):
         config = study.configure(run.header.profile, run.header.config)
         points = _plan_again(study, run, config)
@@ -242,7 +242,7 @@ def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
     """Plan a run's points again. RunFileError if they differ from the ones in its header."""
     then = run.header.planned
     now = {point.id: point for point in study.plan(config, run.header.machine)}
-    # `only_plugins` leaves others out.
+    # Of a run of `only_plugins` the plan has fewer points than the lab.
     points = [now[id] for id in then if id in now]
     if {point.id: point.describe() for point in points} != then:
         raise RunFileError(
