@@ -55,7 +55,7 @@ def scrub(text: str) -> str:
     hosts = {describe_machine().host, *HOST.findall(text)}
     words = {short: "host" for name in hosts for short in (name, name.partition(".")[0])}
     for user_name in (getpass.getuser, lambda: Path.home().name):
-        # a container's user may have no name, or no folder
+        # A container's user may have no name, or no folder.
         with suppress(KeyError, OSError, RuntimeError):
             # JSON spells a name with an accent in another way.
             words |= dict.fromkeys((user_name(), json.dumps(user_name())[1:-1]), "user")

@@ -117,7 +117,7 @@ def _read_zip(file: str, content: bytes, *, is_inner: bool = False) -> Iterator[
                 if _is_zip(path) and not path.name.startswith("._"):
                     inner = _zipped(archive, info)()
                     yield from _read_zip(f"{file}/{path}", inner, is_inner=True)
-    # whatever a damaged or hostile zip raises, the page shows the others
+    # Whatever a damaged or hostile zip raises, the page shows the others.
     except Exception as error:
         yield HandIn(file, _guess_name(file), problems=[f"cannot be read: {error}"])
 

@@ -99,6 +99,7 @@ def _is_usable(run: Run, here: Machine) -> bool:
 
 
 def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
+    """Yield the rates of each device for which products and additions were measured."""
     products = _least(PRODUCTS, frame)
     memory = _least(MEMORY, frame)
     products = products[products["shape"].str.startswith("square")]

@@ -122,13 +122,14 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 
 def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pair:
-    # Placement only if nothing is shared with it: one run may have points of both devices.
-    for ignored in (REPETITION | MACHINE_DECIDES, REPETITION | MACHINE_DECIDES | PLACEMENT):
-        keys = [_point_keys(run, ignored) for run in runs]
-        planned = [set(by_id.values()) for by_id in keys]
-        shared = planned[0] & planned[1]
-        if shared:
-            break
+    ignored = REPETITION | MACHINE_DECIDES
+    keys = [_point_keys(run, ignored) for run in runs]
+    # Placement counts if something is shared with it: a run may have points of both devices.
+    if not set(keys[0].values()) & set(keys[1].values()):
+        keys = [_point_keys(run, ignored | PLACEMENT) for run in runs]
+    first = set(keys[0].values())
+    other = set(keys[1].values())
+    shared = first & other
     one = _answer_shared(lab, runs[0], keys[0], shared)
     two = _answer_shared(lab, runs[1], keys[1], shared)
     answers = {question: (one[question], two[question]) for question in one}
@@ -139,7 +140,7 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
         for parameter in before | after
         if parameter not in REPETITION and before.get(parameter) != after.get(parameter)
     }
-    n_others = len(planned[0] ^ planned[1])
+    n_others = len(first ^ other)
     return Pair(lab, runs, names, parameters, len(shared), n_others, answers, _ratios(lab, answers))
 
 

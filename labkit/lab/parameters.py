@@ -38,7 +38,7 @@ def check_parameters(study: Lab, values: Mapping[str, Any]) -> Parameters:
     config = values.get("config") or {}
     others = {name: value for name, value in values.items() if name not in COMMON_PARAMETERS}
     check_names(study.name, others, (*COMMON_PARAMETERS, *study.config.model_fields))
-    # None in the parameters cell means: as the profile says
+    # None in the parameters cell means: as the profile says.
     set_outside = {name: value for name, value in others.items() if value is not None}
     overrides = _merge(study, config, set_outside)
     run = values.get("run")

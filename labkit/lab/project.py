@@ -63,7 +63,7 @@ def notebooks_directory() -> Path:
 
 def check_writable(*folders: Path) -> None:
     """ParameterError, with the way out, for a folder that cannot be made or takes no files."""
-    # ranks look for folders, too, and start without pydantic
+    # Ranks look for folders, too, and start without pydantic.
     from labkit.lab.config import ParameterError
 
     for folder in folders:

@@ -84,6 +84,7 @@ def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]
 
 
 def _squared_error(table: pd.DataFrame) -> pd.Series:
-    """Return the variance of a ratio's logarithm by its interval: 0 for counts, inf if none."""
+    """Return the variance of a ratio's logarithm by its interval; infinite without one."""
+    # A count has no noise: its interval is the ratio itself.
     width = (np.log(table["high"]) - np.log(table["low"])) / (2 * ndtri((1 + CONFIDENCE) / 2))
     return (width**2).fillna(math.inf).mask(table["high"] == table["low"], 0.0)

@@ -4,7 +4,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-# files of labkit and of Python, and code without a file
+# Files of labkit and of Python, and code without a file.
 NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
 
 

@@ -68,7 +68,7 @@ def print_table(rows: Iterable[Iterable[Any]], *names: str, console: Console = o
 
 def table_lines(rows: Iterable[Iterable[Any]], *names: str) -> list[str]:
     """Lines of an aligned table, each row in one line, however wide."""
-    # plain text also in a terminal and in a notebook, for which rich would add colors or HTML
+    # Plain text also in a terminal and in a notebook, for which rich would add colors or HTML.
     wide = Console(width=PIPED_WIDTH, force_terminal=False, force_jupyter=False, **AS_IT_IS)
     with wide.capture() as text:
         wide.print(_table(rows, *names), soft_wrap=False)

@@ -69,7 +69,7 @@ class Kernel:
     """
 
     def __init__(self, studies: Iterable[Lab] = ()) -> None:
-        # this interpreter, whatever kernels are registered
+        # This interpreter, whatever kernels are registered.
         self.manager = _KernelManager(kernel_name="python3")
         self.start_line = KERNEL_START.format(
             sorted({module for study in studies for module in study.preload})
@@ -93,7 +93,7 @@ class _Client(PapermillNotebookClient):
             # A lab has deadlines of its own, one per point.
             timeout=None,
             startup_timeout=60,
-            # a reader's `random.py` in the working directory must not stand in for Python's
+            # A reader's `random.py` in the working directory must not stand in for Python's.
             extra_arguments=[
                 f"--IPKernelApp.exec_lines={kernel.start_line}",
                 "--IPKernelApp.ignore_cwd=True",

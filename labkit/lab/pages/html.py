@@ -193,10 +193,10 @@ def _text(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if not _is_number(value):
         text = str(value)
-        # operators, paths and reasons are spelled out
+        # Operators, paths and reasons are spelled out.
         is_name = "::" not in text and "/" not in text and len(text.split()) <= MAX_NAME_WORDS
         return text.replace("_", " ") if is_name else text
-    # a count keeps all its digits
+    # A count keeps all its digits.
     if isinstance(value, int) and not name.endswith(("bytes", "flops")):
         return f"{value:,}" if abs(value) >= SEPARATED_FROM else str(value)
     return column(name).form(value)

@@ -34,10 +34,10 @@ class Message(NamedTuple):
 class MessageSchedule(NamedTuple):
     """All messages, and the vectors' content after each round."""
 
-    # length of the vector: as few as shards, and halves of halves, of the same length need
+    # Length of the vector: as few as shards, and halves of halves, of the same length need.
     elements: int
     messages: list[Message]
-    # by round (0: before the first), rank and element: whose shares, one bit per rank
+    # By round (0: before the first), rank and element: whose shares, one bit per rank.
     held: list[list[list[int]]]
 
 

@@ -52,7 +52,7 @@ def record_user_schedule(all_reduce: Callable[[Tensor], Any], world_size: int) -
 
 def _record_rank(all_reduce: Callable[[Tensor], Any], elements: int) -> list[Event]:
     """Run on every rank; return its events."""
-    # a power of two per rank, so that every element shows whose shares it holds
+    # A power of two per rank, so that every element shows whose shares it holds.
     recorder = _Recorder(torch.full((elements,), 2.0 ** dist.get_rank(), dtype=torch.float64))
     with recorder.recording():
         all_reduce(recorder.vector)
@@ -75,7 +75,7 @@ class _Recorder:
         replaced["irecv"] = partial(self._post, "receive", dist.irecv)
         replaced["send"] = lambda *args, **options: replaced["isend"](*args, **options).wait()
         replaced["recv"] = lambda *args, **options: replaced["irecv"](*args, **options).wait()
-        # P2POp looks for `isend` where torch defines it
+        # P2POp looks for `isend` where torch defines it.
         modules = (dist, dist.distributed_c10d)
         patches = [patch.multiple(module, **replaced) for module in modules]
         with patches[0], patches[1]:

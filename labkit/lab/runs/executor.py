@@ -61,7 +61,7 @@ class Executor:
     _size_limits: dict[Any, SizeLimit] = field(default_factory=dict)
     # Points that are left out for the budget, before anything is measured.
     _excluded: set[str] = field(default_factory=set)
-    # Points by id that are neither left out nor over.
+    # Points by id that are still to be measured.
     _pending: dict[str, Point] = field(default_factory=dict)
     # Of each row of the current point, by its median round: one stall makes no point too long.
     _rows_s: list[float] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Executor:
         meter = LoadMeter(owns_all_ranks=not is_job_rank())
         probe = dict[str, float]()
         # closing: an interrupt must end the ranks now, not when a traceback lets go of the
-        # generator
+        # generator.
         with closing(
             launch_points(self.study, points, self.plugins, self.on_output, self._checkpoints)
         ) as events:

@@ -56,7 +56,7 @@ class Run:
         """Read a run; a torn last line is skipped. RunFileError for a foreign or damaged file."""
         path = Path(path)
         try:
-            # a kill tears the last line before its newline
+            # A kill tears the last line before its newline.
             lines = path.read_bytes().split(b"\n")[:-1]
         except OSError as error:
             raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
