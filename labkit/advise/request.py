@@ -178,9 +178,9 @@ def _framework(name: str | None, assumptions: list[str]) -> str:
         return GENERIC
     framework = find_framework(name)
     if framework is None:
-        known = ", ".join(sorted({*load_published().framework.tolist()} - {GENERIC}))
+        names = ", ".join(sorted({*load_published().framework.tolist()} - {GENERIC}))
         raise ValueError(
-            f"expected --framework among {known}; got {name[:40]!r}: leave it out, or name the one"
+            f"expected --framework among {names}; got {name[:40]!r}: leave it out, or name the one"
             " whose code is nearest"
         )
     if framework != name.lower():

@@ -71,9 +71,9 @@ def read_class(folder: Path) -> ClassFolder:
     for path in sorted(_files(folder)):
         file = str(path.relative_to(folder))
         if _is_zip(path):
-            found = list(_read_zip(file, path.read_bytes()))
-            hand_ins.extend(found)
-            if not found:
+            inside = list(_read_zip(file, path.read_bytes()))
+            hand_ins.extend(inside)
+            if not inside:
                 others.append(file)
         elif not any(path.is_relative_to(root) for root in unzipped):
             others.append(file)
@@ -209,11 +209,11 @@ def _read_cells(content: bytes) -> list[tuple[str, str]]:
     cells = _read_object(content).get("cells")
     if not isinstance(cells, list):
         raise ValueError("a notebook without a list of cells")
-    found = list[tuple[str, str]]()
+    pairs = list[tuple[str, str]]()
     for cell in cells:
         if isinstance(cell, dict):
             source = cell.get("source", "")
             if isinstance(source, list):
                 source = "".join(map(str, source))
-            found.append((str(cell.get("cell_type")), str(source)))
-    return found
+            pairs.append((str(cell.get("cell_type")), str(source)))
+    return pairs

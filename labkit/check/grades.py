@@ -106,9 +106,9 @@ def grade_class(hand_ins: Sequence[HandIn]) -> list[Student]:
     for lab in labs:
         _grade_lab(load_lab(lab), students)
         _flag_outliers(load_lab(lab), students)
-    given = _given_cells(students, list(labs))
-    _read_work(students, given)
-    _flag_copies(students, given)
+    originals = _original_cells(students, list(labs))
+    _read_work(students, originals)
+    _flag_copies(students, originals)
     for student in students:
         student.flags.sort(key=lambda flag: flag.severity)
     return sorted(students, key=lambda one: (one.severity, one.name.casefold()))
@@ -210,14 +210,16 @@ def _run_flags(lab: Lab, run: Run | None, usual: Mapping[str, str], grade: Grade
 
 def _flag_outliers(lab: Lab, students: Sequence[Student]) -> None:
     """Flag a student whose ratios are unlike the others': of another machine or measurement."""
-    known = [student for student in students if lab.name in student.answers]
-    if len(known) < MIN_CLASS:
+    answered = [student for student in students if lab.name in student.answers]
+    if len(answered) < MIN_CLASS:
         return
     # A student's own code is compared with nobody's.
-    names = {name for one in known for name in one.hand_in.runs[lab.name].header.user_alternatives}
-    tables = ratio_tables(lab, [student.answers[lab.name] for student in known])
+    names = {
+        name for one in answered for name in one.hand_in.runs[lab.name].header.user_alternatives
+    }
+    tables = ratio_tables(lab, [student.answers[lab.name] for student in answered])
     shared = [table[~_mentions(table, names)] for table in tables]
-    for index, student in enumerate(known):
+    for index, student in enumerate(answered):
         changes = compare_ratios([*shared[:index], *shared[index + 1 :]], [shared[index]])
         odd = changes[changes["difference"] != NO_DIFFERENCE_SHOWN]
         if len(odd):
@@ -238,29 +240,31 @@ def _values(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if name not in MAY_DIFFER}
 
 
-def _given_cells(students: Sequence[Student], labs: Sequence[str]) -> set[str]:
+def _original_cells(students: Sequence[Student], labs: Sequence[str]) -> set[str]:
     """Return the cells that students found in their notebooks: the labs', and the teacher's."""
-    given = set[str]()
+    originals = set[str]()
     for lab in labs:
         original = nbformat.read(notebook_path(lab), as_version=4)
         for notebook in (original, student_notebook(original, load_lab(lab))):
-            given.update(cell.source.strip() for cell in notebook.cells)
+            originals.update(cell.source.strip() for cell in notebook.cells)
     by_student = [
         {text.strip() for cells in student.hand_in.notebooks.values() for _, text in cells}
         for student in students
         if student.hand_in.notebooks
     ]
     if len(by_student) >= MIN_CLASS:
-        given |= set.intersection(*by_student)
-    return given
+        originals |= set.intersection(*by_student)
+    return originals
 
 
-def _read_work(students: Sequence[Student], given: set[str]) -> None:
+def _read_work(students: Sequence[Student], originals: set[str]) -> None:
     """Find the cells that each student wrote or changed."""
     for student in students:
         for file, cells in student.hand_in.notebooks.items():
             own = [
-                (kind, text) for kind, text in cells if text.strip() and text.strip() not in given
+                (kind, text)
+                for kind, text in cells
+                if text.strip() and text.strip() not in originals
             ]
             student.work += own
             if not own:
@@ -269,17 +273,17 @@ def _read_work(students: Sequence[Student], given: set[str]) -> None:
             student.flag(Severity.NOTHING, "no notebook")
 
 
-def _flag_copies(students: Sequence[Student], given: set[str]) -> None:
+def _flag_copies(students: Sequence[Student], originals: set[str]) -> None:
     """Flag students with one run, or with the same code: who copied, no file says."""
     # Two students who change the same parameter in a cell have not copied it.
-    given_lines = {line.strip() for text in given for line in text.splitlines()}
+    original_lines = {line.strip() for text in originals for line in text.splitlines()}
     groups = defaultdict[Any, list[Student]](list)
     for student in students:
         for lab, run in student.hand_in.runs.items():
             # The start has microseconds: two runs that share it are one.
             groups[f"{lab}: the same run", run.header.started, *run.header.planned].append(student)
         for text in {text.strip() for kind, text in student.work if kind == "code"}:
-            own_lines = [line for line in text.splitlines() if line.strip() not in given_lines]
+            own_lines = [line for line in text.splitlines() if line.strip() not in original_lines]
             if len(own_lines) >= MIN_COPIED_LINES:
                 groups["the same code", text].append(student)
     for (same, *_), alike in groups.items():

@@ -96,10 +96,12 @@ def _task_cells(lab: Lab) -> list[Any]:
 
 def _without_empty_sections(cells: list[Any]) -> list[Any]:
     """Leave out headings that nothing follows but another heading or the end."""
-    kept = list[Any]()
+    result = list[Any]()
     for cell in reversed(cells):
         is_bare = cell.cell_type == "markdown" and re.fullmatch(r"#+ [^\n]*", cell.source.strip())
-        is_last = not kept or (kept[0].source.startswith("#") and kept[0].cell_type == "markdown")
+        is_last = not result or (
+            result[0].source.startswith("#") and result[0].cell_type == "markdown"
+        )
         if not (is_bare and is_last):
-            kept.insert(0, cell)
-    return kept
+            result.insert(0, cell)
+    return result

@@ -56,13 +56,13 @@ def compare_with_baseline(run: Run) -> TrainingChange | None:
     baseline = load_trainings(run)
     if not baseline:
         return None
-    found = differences(baseline[-1], run)
+    facts = differences(baseline[-1], run)
     parts = pd.DataFrame(columns=["ratio", "verdict"])
     if is_same_machine(baseline[-1], run):
         parts = compare_parts(baseline, run)
         if len(baseline) < MIN_RUNS:
             parts["verdict"] = UNDECIDED
-    return TrainingChange(baseline, found, parts)
+    return TrainingChange(baseline, facts, parts)
 
 
 def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:

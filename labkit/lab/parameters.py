@@ -143,12 +143,12 @@ def _merge(study: Lab, config: Any, others: Mapping[str, Any]) -> dict[str, Any]
 
 def _assignments(source: str) -> list[tuple[str, ast.expr]]:
     """Return names and values of the plain assignments at the top level of a cell."""
-    found = []
+    assignments = []
     # IPython's own syntax, such as %magic and !command, is Python only after its transformation.
     for statement in ast.parse(TransformerManager().transform_cell(source)).body:
         match statement:
             case ast.Assign([ast.Name(name)], value):
-                found.append((name, value))
+                assignments.append((name, value))
             case ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
-                found.append((name, value))
-    return found
+                assignments.append((name, value))
+    return assignments

@@ -110,7 +110,7 @@ class Point:
         By default a series is all points that need memory and differ in their models and other
         numbers only.
         """
-        others = ((name, value) for name, value in self._own_fields() if name not in MODEL_FIELDS)
+        others = ((name, value) for name, value in self._lab_fields() if name not in MODEL_FIELDS)
         alike = [value for name, value in others if isinstance(value, str) or name in BATCH]
         group = (self.world_size, self.backend, self.scheduling, *alike)
         if not self.needed_bytes:
@@ -181,12 +181,12 @@ class Point:
         parts = [counted(self.world_size, "rank")]
         if self.backend is not None:
             parts = [f"{self.world_size} ranks", self.backend]
-        values = self._own_fields()
+        values = self._lab_fields()
         return parts + [
             label(name, value) for name, value in values if value and type(value) in (str, int)
         ]
 
-    def _own_fields(self) -> Iterator[tuple[str, Any]]:
+    def _lab_fields(self) -> Iterator[tuple[str, Any]]:
         """Return names and values of the fields that a lab adds, device and batch last."""
         common = {field.name for field in fields(SessionPoint)}
         own = [field.name for field in fields(self) if field.name not in common]

@@ -31,12 +31,12 @@ def ratio_tables(lab: Lab, runs: Sequence[Mapping[str, Answer]]) -> list[pd.Data
         if not isinstance(question, Compare):
             continue
         answers = [run[question.id].table for run in runs]
-        known = [table for table in answers if table is not None]
+        measured = [table for table in answers if table is not None]
         # A device that is the only one of each run names no configuration.
         columns = [
             key
             for key in question.metric.columns
-            if key not in PLACEMENT or any(table[key].nunique() > 1 for table in known)
+            if key not in PLACEMENT or any(table[key].nunique() > 1 for table in measured)
         ]
         for table, rows in zip(answers, tables, strict=True):
             if table is not None:

@@ -43,7 +43,7 @@ class Recommendation:
     """A configuration, and a reader's own alternatives that are faster still, by field."""
 
     configuration: Configuration
-    own: Mapping[str, str] = field(default_factory=dict)
+    user_alternatives: Mapping[str, str] = field(default_factory=dict)
     """Names only: labkit does not have their code."""
 
 
@@ -70,8 +70,8 @@ class Topic:
             table = table[table[name] == value]
         column = question.metric.compare
         # The printed script can only name what labkit has.
-        own = table[column].isin(run.header.user_alternatives)
-        choice = self._fastest(question, table[~own], model, context_length)
+        is_users = table[column].isin(run.header.user_alternatives)
+        choice = self._fastest(question, table[~is_users], model, context_length)
         best = self._fastest(question, table, model, context_length)
         # The only field that is a yes or no: its alternatives are "eager" and "compiled".
         if self.field == "compiled":
@@ -120,13 +120,13 @@ TOPICS = (
 def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Recommendation:
     """Join what these runs, by lab, recommend; fields of labs without a run keep their default."""
     chosen = {}
-    own = {}
+    user_alternatives = {}
     for topic in TOPICS:
         if topic.lab in runs:
             chosen[topic.field], name = topic.choose(runs[topic.lab], model, context_length)
             if name is not None:
-                own[topic.field] = name
-    return Recommendation(Configuration(**chosen), own)
+                user_alternatives[topic.field] = name
+    return Recommendation(Configuration(**chosen), user_alternatives)
 
 
 def runs_here(machine: Machine) -> dict[str, Run]:
@@ -164,7 +164,7 @@ def recommended_code(model: str | None, context_length: int | None) -> str:
     code = write_code(recommended.configuration, size, length)
     notes = [
         f"# Your {field} {name!r} was faster here than the one below: put it in its place."
-        for field, name in recommended.own.items()
+        for field, name in recommended.user_alternatives.items()
     ]
     return "\n".join([*notes, code])
 

@@ -234,17 +234,17 @@ def save_check(lab: Lab, alternative: Callable[..., Any], result: AlternativeChe
 
 def not_allowed_reason(task: Task, calls: Sequence[Calls]) -> str | None:
     """Return how an alternative breaks the rules of a task, or None."""
-    made = Counter[str]()
+    counts = Counter[str]()
     for one in calls:
-        made.update(one.calls)
+        counts.update(one.calls)
     allowed = ", ".join(task.allowed) or "no communication"
-    other = [kind for kind in made if kind not in task.allowed]
+    other = [kind for kind in counts if kind not in task.allowed]
     if other:
         return f"it calls {', '.join(other)}; this task allows {allowed}"
     most = max((one.most_per_pass for one in calls), default=0)
     if task.at_most is not None and most > task.at_most:
         return f"it calls {most} collectives per pass; this task allows {task.at_most}"
-    if task.allowed and not made:
+    if task.allowed and not counts:
         return "its code sends nothing: something else does the work"
     return None
 

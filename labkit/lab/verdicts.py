@@ -81,8 +81,8 @@ def seconds_more(rows: pd.DataFrame, pooled: Mapping[Any, Overall], timed_s: flo
     """
     intervals = [(one.low, one.high) for one in pooled.values()]
     if not intervals:
-        known = rows[rows["p"].notna()]
-        intervals = list(zip(known["low"], known["high"], strict=True))
+        certain = rows[rows["p"].notna()]
+        intervals = list(zip(certain["low"], certain["high"], strict=True))
     still_open = [high / low for low, high in intervals if low < 1 - RELEVANT_GAIN]
     if not still_open or not timed_s:
         return 0.0

@@ -55,7 +55,7 @@ def test_an_alternative_of_the_readers_own_is_recommended_as_a_name_and_never_as
     runs = {topic.lab: recorded(topic.lab) for topic in TOPICS}
     runs[lab] = with_mine(lab, "implementation", name)
     recommendation = recommend("nano", 512, runs)
-    assert recommendation.own == {field: "mine"}
+    assert recommendation.user_alternatives == {field: "mine"}
     assert getattr(recommendation.configuration, field) != "mine"
     monkeypatch.setattr(recommended, "runs_here", lambda machine: runs)
     code = recommended.recommended_code("nano", 512)

@@ -151,10 +151,10 @@ def _read_entry(lab: Lab, path: Path) -> Entry:
     if record.run is None:
         return Entry(lab, error=record.error)
     try:
-        run, found = answered_run(lab, from_project(record.run))
+        run, by_id = answered_run(lab, from_project(record.run))
     except (OSError, RunFileError) as error:
         return Entry(lab, error=record.error or f"its run cannot be read: {error}")
-    answers = [Answered(lab, one, found[one.id]) for one in lab.questions]
+    answers = [Answered(lab, one, by_id[one.id]) for one in lab.questions]
     return Entry(lab, run, record.error, answers)
 
 

@@ -98,14 +98,14 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
     recorded run, times how much longer this machine takes for the same work. A point of neither is
     planned by its memory and its rounds. Points that this machine cannot measure take no time.
     """
-    known = dict[str, Elapsed]()
+    earlier = dict[str, Elapsed]()
     # First the recorded run, then this machine's from the oldest to the newest: the last one wins.
     for run in newest_runs(recorded_directory() / study.name):
-        known |= _elapsed(run, slowness(run.header.calibration, machine))
+        earlier |= _elapsed(run, slowness(run.header.calibration, machine))
     for run in reversed([*islice(newest_runs(runs_directory() / study.name), MAX_RUNS)]):
         # How busy the machine is now is known, and no run that was busy tells more about it.
         if run.header.machine.identity == machine.identity and not run.is_busy:
-            known |= _elapsed(run)
+            earlier |= _elapsed(run)
     expected = {}
     for group in by_ranks(points):
         start_s = START_S[group[0].device_type] / len(group)
@@ -114,11 +114,11 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
             if point.skip_reason(machine) is None:
                 seconds = point.planned_s
                 key = _key(point.describe())
-                if key in known:
+                if key in earlier:
                     # Rounds that may take longer than they could then do so.
                     limit_s = getattr(point, "rounds_s", None) or 0.0
-                    longer_s = max(0.0, limit_s - known[key].rounds_s)
-                    seconds = known[key].seconds + getattr(point, "contests", 0) * longer_s
+                    longer_s = max(0.0, limit_s - earlier[key].rounds_s)
+                    seconds = earlier[key].seconds + getattr(point, "contests", 0) * longer_s
                 expected[point.id] = start_s + seconds
     return expected
 
