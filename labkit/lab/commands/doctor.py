@@ -74,6 +74,7 @@ def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, ...]]:
             }
             possible = [point for point, reason in reasons.items() if not reason]
             refusals = [reason for reason in reasons.values() if reason]
-            commonest = max(set(refusals), key=refusals.count) if refusals else ""
+            commonest = max(set(refusals), key=refusals.count, default="")
+            # Without a point there is no time, not a time of 0.
             planned = format_seconds(planned_s(possible)) if possible else ""
             yield study.name, profile, str(len(reasons)), str(len(possible)), planned, commonest

@@ -61,10 +61,11 @@ class Piece(HTML):
         self, html: str, *, on_page: str | None = None, records: Mapping[str, Any] | None = None
     ):
         super().__init__(html)
-        self.on_page = html if on_page is None else on_page
-        self._records = dict(records or {}) | (
-            {} if on_page is None else {PIECE_MIME: {"html": on_page}}
-        )
+        self.on_page = html
+        self._records = dict(records or {})
+        if on_page is not None:
+            self.on_page = on_page
+            self._records[PIECE_MIME] = {"html": on_page}
 
     def __repr__(self) -> str:
         text = re.sub(r"<(style|script)\b.*?</\1>", "", self.data, flags=re.DOTALL)

@@ -26,22 +26,22 @@ RULE = (
 def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
     """Return facts of the provenance card by name."""
     path = relative_to_project(run.path)
-    example = lab.example(run.results())
-    # A row only for what this run has: most have no example, no resumption and one host.
-    hosts = run.header.ranks_by_host
-    resumed = "; ".join(map(_describe_resumption, run.resumptions))
-    return {
+    rows = {
         "Run": path,
-        **({"Subject": example} if example else {}),
+        "Subject": lab.example(run.results()),
         "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
         "Measured by": run.header.command,
-        **({"Resumed at": resumed} if resumed else {}),
+        "Resumed at": "; ".join(map(_describe_resumption, run.resumptions)),
         "Draw again": f"labkit report {lab.name} --run {shlex.quote(path)}",
         "Measure again": _command_again(lab, run.header),
         "Ranks": _describe_ranks(run),
-        **({"Predicted from": describe_calibration(run)} if lab.name != LIMITS else {}),
-        **({"Hosts": describe_hosts(hosts)} if hosts is not None else {}),
     }
+    if lab.name != LIMITS:
+        rows["Predicted from"] = describe_calibration(run)
+    if run.header.ranks_by_host is not None:
+        rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
+    # Most runs have no example and no resumption.
+    return {name: value for name, value in rows.items() if value}
 
 
 def _describe_resumption(resumption: Resumption) -> str:

@@ -61,7 +61,9 @@ class ReportTime:
             lab: max(MIN_SHARE_S, (remaining_s - limits_s) * seconds / total_s)
             for lab, seconds in to_come.items()
         }
-        return {LIMITS: limits_s} | shares if limits_s else shares
+        if limits_s:
+            shares[LIMITS] = limits_s
+        return shares
 
 
 def plan_time(pages: Sequence[PlannedPage], deadline: float) -> ReportTime:

@@ -87,16 +87,18 @@ class _Recorder:
         self.events.append({"kind": kind, "shares": shares, **facts})
 
     def _post(
-        self, kind: str, post: Callable[..., Any], tensor: Tensor, peer: Any = None, *args: Any,
-        **options: Any,
-    ) -> "_RecordedWork":  # fmt: skip
-        names = ("dst", "group_dst") if kind == "send" else ("src", "group_src")
-        others = [options[name] for name in names if options.get(name) is not None]
+        self, kind: str, post: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any
+    ) -> "_RecordedWork":
+        # torch takes the other rank by its position, or under one of these names.
+        names = {"send": ("dst", "group_dst"), "receive": ("src", "group_src")}[kind]
+        arguments = (*args[:1], *(options.get(name) for name in names))
+        peers = [one for one in arguments if one is not None]
+        start = 0
+        if self._is_in_vector(tensor):
+            start = int(tensor.storage_offset())
         number = len(self.events)
-        start = int(tensor.storage_offset()) if self._is_in_vector(tensor) else 0
-        at = {"start": start, "stop": start + tensor.numel()}
-        self.add(kind, peer=others[0] if peer is None else peer, number=number, **at)
-        work = post(tensor, peer, *args, **options) if peer is not None else post(tensor, **options)
+        self.add(kind, peer=peers[0], number=number, start=start, stop=start + tensor.numel())
+        work = post(tensor, *args, **options)
         return _RecordedWork(work, partial(self.add, "wait", number=number))
 
     def _is_in_vector(self, tensor: Tensor) -> bool:
