@@ -49,8 +49,6 @@ Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, LABKIT))]
 
 
 class AllReduceConfig(TimedConfig):
-    """The parameters of this lab."""
-
     world_sizes: Some[Ranks] = [2, 4]
     sizes_bytes: Some[Bytes] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
     algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), LABKIT]

@@ -42,8 +42,6 @@ Length = Annotated[int, Field(ge=16, lt=2**31)]
 
 
 class AttentionConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     sequences: Some[Length] = [256, 512, 1024, 2048, 4096]
     head_dims: Some[Annotated[int, Field(ge=1, le=1024)]] = [64]
     dtypes: Some[Literal["float32", "bfloat16", "float16"]] = ["float32", "bfloat16"]

@@ -27,7 +27,7 @@ from labkit.nn.attention_problem import (
     check,
     reference_flop,
 )
-from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.alternatives import row_of, sum_rounds, timed_rows
 
 EXPLICIT = "explicit"
 COMPILED = "compiled"
@@ -191,12 +191,12 @@ def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str,
         for name, passes in right.items()
     }
     rows = {name: {"implementation": name, "status": "ok"} for name in right}
-    forward_s: list[float] = []
+    seconds: dict[str, list[float]] = {}
     for row in timed_rows(rows, phases, device=point.device, **point.rounds):
         yield row
         # An implementation's row of the forward pass comes just before that of backward.
-        if row.get("phase") == FORWARD:
-            forward_s = row["seconds"]
-        elif row.get("phase") == BACKWARD:
-            both_s = [sum(pair) for pair in zip(forward_s, row["seconds"], strict=True)]
+        if "phase" in row:
+            seconds[row["phase"]] = row["seconds"]
+        if row.get("phase") == BACKWARD:
+            both_s = sum_rounds(seconds, (FORWARD, BACKWARD))
             yield row | {"phase": BOTH, "seconds": both_s, "is_sum": True}

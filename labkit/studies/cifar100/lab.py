@@ -52,8 +52,6 @@ Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 
 
 class CifarConfig(LabConfig):
-    """The parameters of this lab."""
-
     dataset: Annotated[str, one_of(lambda: N_IMAGES)] = DIGITS
     """ "cifar100" fetches the archive into data/datasets, unless `archive` names one."""
     archive: str | None = None

@@ -22,8 +22,6 @@ from labkit.studies.shared.verification import verify_attention
 
 
 class ContextParallelConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     world_sizes: Some[SeveralRanks] = [2]
     lengths: Some[Annotated[int, Field(ge=64, lt=2**31)]] = [512, 1024, 2048]
     """Of the whole sequence; rounded up to a multiple of twice the number of ranks."""

@@ -34,8 +34,6 @@ ITSELF_RANKS = 2
 
 
 class LimitsConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     matmul_sizes: Some[Annotated[int, Field(ge=8, le=2**15)]] = [2**k for k in range(4, 12)]
     """Rows of square matrices."""
     dtypes: Some[Literal["float32", "float64", "bfloat16", "float16"]] = ["float32", "bfloat16"]

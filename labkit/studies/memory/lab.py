@@ -15,6 +15,7 @@ from labkit.lab.figures import Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.units import format_bytes, labels
 from labkit.machine.description import Machine
+from labkit.nn.training import FORWARD
 from labkit.studies.memory import worker
 from labkit.studies.memory.counting import PARTS
 from labkit.studies.memory.worker import (
@@ -27,7 +28,7 @@ from labkit.studies.memory.worker import (
 from labkit.studies.shared.held import FIT_SHARE
 from labkit.studies.shared.tables import in_order
 
-PHASES = (worker.INFERENCE, worker.FORWARD, FULL_STEP)
+PHASES = (worker.INFERENCE, FORWARD, FULL_STEP)
 VISIBLE_SHARE = 0.01  # of the largest value; smaller parts are not plotted
 Size = Annotated[str, one_of(lambda: SIZES)]
 Context = Annotated[int, Field(ge=2, le=2**20)]

@@ -10,11 +10,11 @@ import torch
 
 from labkit.bench.check import describe_error, largest_difference, refusal_columns, status_columns
 from labkit.bench.memory import record_allocations
-from labkit.costs.memory import peak_bytes, state_bytes
+from labkit.costs.memory import HEADROOM, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.lab.project import runs_directory
-from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
+from labkit.nn.training import AUTOCAST_DTYPES, FORWARD, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows, extrapolate_full_step
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.torch_private import write_memory_snapshot
@@ -23,11 +23,8 @@ MEASURED = "measured"
 COUNTED = "counted"
 CHECKPOINT = "checkpoint"
 INFERENCE = "inference"
-FORWARD = "forward"
 FULL_STEP = "full_step"
 NO_CHECKPOINTS = 0  # the segment length that stands for no checkpointing
-# Over the formulas, which leave out what operators allocate for a moment.
-HEADROOM = 1.1
 # Of a gradient, relative to the largest of its tensor: the same operators run again.
 MAX_ERROR = 1e-4
 

@@ -35,8 +35,6 @@ from labkit.studies.shared.verification import verify_plan
 
 
 class ModelParallelConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     world_sizes: Some[SeveralRanks] = [2]
     widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512]
     """Of models cut by tensor; a pipeline takes the first at which a stage takes 5 ms."""

@@ -27,8 +27,6 @@ from labkit.studies.precision.worker import (
 
 
 class PrecisionConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["nano", "mini"]
     precisions: Some[Literal["bfloat16", "float16"]] = ["bfloat16"]
     """Autocast dtypes that are timed against float32."""

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from labkit.bench.check import status_columns
-from labkit.costs.memory import peak_bytes, state_bytes
+from labkit.costs.memory import HEADROOM, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
-from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
+from labkit.nn.training import AUTOCAST_DTYPES, FORWARD, TrainingStep, gradients
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
 FULL = "float32"
-FORWARD = "forward"
 BOTH = "forward and backward"
 ACCUMULATION = "accumulation"
 DTYPES = "dtypes"
@@ -26,8 +25,6 @@ SPEED = "speed"
 # percent or two, and the gradient of a parameter by up to a tenth.
 LOSS_BOUND = 0.02
 GRADIENT_BOUND = 0.25
-# Over the formulas of memory, which leave out what operators allocate for a moment.
-HEADROOM = 1.1
 # Dtype of the sum, dtype of the term, and whether the term is cast before it is added.
 SUMS: Mapping[str, tuple[str, str, bool]] = {
     "fp32": ("float32", "float32", False),

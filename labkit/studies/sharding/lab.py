@@ -31,8 +31,6 @@ WorldSizes = Some[Annotated[int, Field(ge=2, le=1024)]]
 
 
 class ShardingConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     sizes: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
     implementations: Some[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [
         name for name in IMPLEMENTATIONS if name != TORCH_DDP

@@ -8,7 +8,7 @@ alternative would meet their messages.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -154,6 +154,11 @@ def check_and_time(
         if "status" not in row:
             checked[name] = row | row_of(name, partial(check_one, name), device=device)
     yield from timed_rows(checked, actions, column, device=device, **options)
+
+
+def sum_rounds(samples: Mapping[str, list[float]], parts: Iterable[str]) -> list[float]:
+    """Return the sum of these parts' seconds in each round."""
+    return [sum(seconds) for seconds in zip(*(samples[part] for part in parts), strict=True)]
 
 
 def describe_failure(error: Exception, device: str) -> dict[str, str]:

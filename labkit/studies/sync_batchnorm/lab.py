@@ -28,8 +28,6 @@ from labkit.studies.sync_batchnorm.worker import (
 
 
 class SyncBatchNormConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     world_sizes: Some[SeveralRanks] = [2, 4]
     batches: Some[Annotated[int, Field(ge=4, lt=2**31)]] = [32, 64]
     """Rows of all ranks together."""

@@ -15,6 +15,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
+from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER
 from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step import worker
 from labkit.studies.training_step.worker import TrainingStepPoint
@@ -22,18 +23,16 @@ from labkit.studies.training_step.worker import TrainingStepPoint
 Size = Annotated[str, one_of(lambda: SIZES)]
 PHASES = {
     worker.INFERENCE: (worker.INFERENCE,),
-    worker.FORWARD: (worker.FORWARD,),
-    worker.BACKWARD: (worker.BACKWARD,),
-    worker.FORWARD_BACKWARD: (worker.FORWARD, worker.BACKWARD),
-    worker.OPTIMIZER: (worker.OPTIMIZER,),
-    worker.STEP: (worker.FORWARD, worker.BACKWARD, worker.OPTIMIZER),
+    FORWARD: (FORWARD,),
+    BACKWARD: (BACKWARD,),
+    worker.FORWARD_BACKWARD: (FORWARD, BACKWARD),
+    OPTIMIZER: (OPTIMIZER,),
+    worker.STEP: (FORWARD, BACKWARD, OPTIMIZER),
 }
 """Timed part -> the phases that it adds up."""
 
 
 class TrainingStepConfig(DeviceConfig):
-    """The parameters of this lab."""
-
     sizes: Some[Size] = ["nano", "mini"]
     """Models whose phases are timed."""
     profiled_sizes: list[Size] = ["nano", "mini"]
@@ -67,9 +66,9 @@ OPERATORS = Metric(
     where={"sweep": "profile"},
 )
 VIEWS = {
-    worker.INFERENCE: (worker.INFERENCE, (worker.FORWARD, "")),
-    worker.FORWARD_BACKWARD: (worker.STEP, (worker.FORWARD, worker.BACKWARD)),
-    worker.STEP: (worker.STEP, (worker.FORWARD, worker.BACKWARD, worker.OPTIMIZER, "")),
+    worker.INFERENCE: (worker.INFERENCE, (FORWARD, "")),
+    worker.FORWARD_BACKWARD: (worker.STEP, (FORWARD, BACKWARD)),
+    worker.STEP: (worker.STEP, (FORWARD, BACKWARD, OPTIMIZER, "")),
 }
 """Kind of pass in the table of shares -> the profiled action and its phases."""
 
@@ -115,9 +114,9 @@ def _count_flops(row: dict[str, Any]) -> int:
     sizes = (int(row["batch"]), int(row["context_length"]))
     flops = 0
     for phase in PHASES[row["phase"]]:
-        if phase in (worker.INFERENCE, worker.FORWARD):
+        if phase in (worker.INFERENCE, FORWARD):
             flops += sum(forward_flops(shape, *sizes).values())
-        elif phase == worker.BACKWARD:
+        elif phase == BACKWARD:
             flops += sum(backward_flops(shape, *sizes).values())
     return flops
 
@@ -221,7 +220,7 @@ LAB = Lab(
             text="How long does a training step take, and which part takes most of it?",
             table=step_times,
             # Of the largest model, which comes last.
-            pick=lambda table: table.index[table["phase"] == worker.BACKWARD][-1],
+            pick=lambda table: table.index[table["phase"] == BACKWARD][-1],
             configuration=CONFIGURATION,
             says=(
                 "With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training"

@@ -13,12 +13,12 @@ import torch
 from labkit.bench.check import OK, describe_error, largest_difference, status_columns
 from labkit.bench.clock import time_interleaved, time_once, time_parts_interleaved
 from labkit.bench.trace import profile_call
-from labkit.costs.memory import peak_bytes
+from labkit.costs.memory import HEADROOM, peak_bytes
 from labkit.costs.transformer import SIZES, TransformerShape
 from labkit.lab.point import ModelPoint
 from labkit.nn.attention_implementations import no_compiler_reason
-from labkit.nn.training import TrainingStep, adamw, gradients
-from labkit.studies.shared.alternatives import check_and_time
+from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER, TrainingStep, adamw, gradients
+from labkit.studies.shared.alternatives import check_and_time, sum_rounds
 from labkit.studies.shared.checks import TOLERANCES
 from labkit.torch_private import fake_tensor_mode, fresh_compiler_cache
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from labkit.costs.calibration import Rates
 
 INFERENCE = "inference"
-FORWARD = "forward"
-BACKWARD = "backward"
-OPTIMIZER = "optimizer"
 STEP = "step"
 FORWARD_BACKWARD = "forward and backward"
 Phases = Mapping[str, tuple["OperatorCall", ...]]  # operators by phase
@@ -38,8 +35,6 @@ COMPILED = "compiled"
 FIRST = "the first step"
 LATER = "a later step"
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
-# Over the formulas of memory, which leave out what operators allocate for a moment.
-HEADROOM = 1.1
 MAX_PROFILED_PASSES = 6  # shares are means without a verdict, and traces are slow to read
 COMPILE_S = 20.0
 """Planned seconds to compile a model with an empty cache."""
@@ -105,8 +100,7 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     for phase, values in seconds.items():
         yield {"phase": phase, "seconds": values, "status": "ok"}
     for phase, parts in sums.items():
-        rounds = zip(*(seconds[part] for part in parts), strict=True)
-        values = [sum(parts_s) for parts_s in rounds]
+        values = sum_rounds(seconds, parts)
         yield {"phase": phase, "seconds": values, "status": "ok", "is_sum": True}
 
 

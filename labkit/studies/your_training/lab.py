@@ -16,13 +16,14 @@ from labkit.lab.declaration import Lab, Say
 from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
+from labkit.nn.training import BACKWARD, FORWARD
 from labkit.parallel.data_parallel import TORCH
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.shared import sharding_strategies
 from labkit.studies.shared.tables import WRAPPER_NAMES, in_order
 from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.gains import CHANGE
-from labkit.studies.your_training.loop import BACKWARD, FORWARD, PARTS
+from labkit.studies.your_training.loop import PARTS
 from labkit.studies.your_training.rank_tables import STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
@@ -33,8 +34,6 @@ ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 
 
 class YourTrainingConfig(TimedConfig):
-    """The parameters of this lab."""
-
     file: str | None = None
     """ "train.py:setup": a file and its function. None: the notebook's function."""
     arguments: dict[str, Any] = {}

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from labkit.lab.user_lines import user_file
-from labkit.studies.your_training.loop import FORWARD, INPUT, OPTIMIZER, Loop
+from labkit.nn.training import FORWARD, OPTIMIZER
+from labkit.studies.your_training.loop import INPUT, Loop
 from labkit.torch_private import TorchDispatchMode, current_autograd_node
 
 INTERVAL_S = 0.001

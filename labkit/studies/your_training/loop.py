@@ -13,12 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER
 from labkit.studies.your_training.setup import Training, errors_in_one_line
 
 INPUT = "input"
-FORWARD = "forward"
-BACKWARD = "backward"
-OPTIMIZER = "optimizer"
 PARTS = (INPUT, FORWARD, BACKWARD, OPTIMIZER)
 Context = Callable[[], AbstractContextManager[Any]]
 

@@ -16,6 +16,7 @@ from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.intervals import estimate_paired
 from labkit.lab.point import TimedPoint
 from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.studies.shared.alternatives import sum_rounds
 from labkit.studies.your_training.arguments import default_batch, find_batches, measure_values
 from labkit.studies.your_training.attention import attention_rows
 from labkit.studies.your_training.changes import CHANGES, apply_all
@@ -124,8 +125,7 @@ class Bench:
         yardstick_s = time_yardstick()
         with loop.turn():
             samples = time_parts_interleaved({YOURS: loop.parts}, device=device, **options)[YOURS]
-            rounds = zip(*(samples[part] for part in PARTS), strict=True)
-            samples[STEP] = [sum(parts_s) for parts_s in rounds]
+            samples[STEP] = sum_rounds(samples, PARTS)
             threads = torch.get_num_threads()
             for part, seconds in samples.items():
                 yield {"kind": "part", "part": part, "seconds": seconds, "threads": threads}
