@@ -17,7 +17,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -108,7 +108,7 @@ def _run_planned(rounds: "_Rounds", most: int, gain: float, rounds_s: float) -> 
     start = time.perf_counter()
     pilot = rounds.run(PILOT_ROUNDS)
     pilot_s = time.perf_counter() - start
-    plan = plan_rounds(pilot, [pilot_s, set_up_s], gain=gain, rounds_s=rounds_s, most=most)
+    plan = plan_rounds(pilot, pilot_s, set_up_s, gain=gain, rounds_s=rounds_s, most=most)
     samples = rounds.run(plan.rounds)
     if not plan.keeps_pilot:
         return samples
@@ -190,7 +190,8 @@ class RoundsPlan(NamedTuple):
 
 def plan_rounds(
     pilot: Samples,
-    seconds: Sequence[float],
+    pilot_s: float,
+    set_up_s: float,
     *,
     gain: float,
     rounds_s: float,
@@ -200,14 +201,14 @@ def plan_rounds(
 
     Args:
         pilot: the samples of `PILOT_ROUNDS`.
-        seconds: that the pilot took, and the set-up before it.
+        pilot_s, set_up_s: seconds of the pilot, and of the set-up before it, on this rank.
         gain: a gain that the rounds must show; 0: `most` rounds.
         rounds_s: seconds that all rounds may take.
         most: largest number of rounds that count.
     """
-    columns = [samples for parts in pilot.values() for samples in parts.values()]
-    table = np.array(columns)
-    numbers = gather_numbers([*seconds, *table.ravel()])
+    # One row per alternative and part.
+    table = np.array([samples for parts in pilot.values() for samples in parts.values()])
+    numbers = gather_numbers([pilot_s, set_up_s, *table.ravel()])
     # The slowest rank counts, and all ranks must run equally many rounds: one more would hang.
     pilot_s, set_up_s, *slowest = np.max(numbers, axis=0)
     budget_s = max(rounds_s, SET_UP_SHARE * set_up_s)

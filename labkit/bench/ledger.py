@@ -139,6 +139,7 @@ class AllocationLedger(TorchDispatchMode):
 
     def _line(self) -> str:
         """Return the current line under study, and remember it for its operator's backward pass."""
+        # In a backward pass, but not in a forward one that checkpointing repeats there.
         node = current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")

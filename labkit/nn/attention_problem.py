@@ -121,17 +121,9 @@ class Reference:
                 mask = None
                 if problem.causal:
                     mask = torch.arange(len(k), device=q.device) <= rows[:, None]
-                for totals, terms in (
-                    (self.results, _attend(exact, mask)),
-                    (sdpa, _attend(part, mask)),
-                    (squares, _squares(exact, mask)),
-                ):
-                    # The output and q's gradient have these rows; every part of the queries adds to
-                    # all rows of k's and v's.
-                    for total, term in zip(totals[:2], terms[:2], strict=True):
-                        total[sequence, rows] += term
-                    for total, term in zip(totals[2:], terms[2:], strict=True):
-                        total[sequence] += term
+                _add_part(self.results, sequence, rows, _attend(exact, mask))
+                _add_part(sdpa, sequence, rows, _attend(part, mask))
+                _add_part(squares, sequence, rows, _squares(exact, mask))
         # A row without terms, as of a key that no query sees, must not divide by zero.
         self._sizes = [x.sqrt().clamp_min(torch.finfo(x.dtype).tiny) for x in squares]
         unit = torch.finfo(problem.q.dtype).eps
@@ -166,6 +158,18 @@ class Reference:
                 where = f"{name}, sequence {head}, row {row}, element {element}: "
                 where += f"expected {float(exact[place]):.4g}, got {float(got[place]):.4g}"
         return error, row_error, where
+
+
+def _add_part(
+    totals: list[Tensor], sequence: int, rows: Tensor, terms: tuple[Tensor, ...] | list[Tensor]
+) -> None:
+    """Add what queries in these rows contribute to a sequence of each of the `TENSORS`."""
+    output, grad_q, grad_k, grad_v = totals
+    output[sequence, rows] += terms[0]
+    grad_q[sequence, rows] += terms[1]
+    # Every query contributes to all keys and values.
+    grad_k[sequence] += terms[2]
+    grad_v[sequence] += terms[3]
 
 
 def _heads_to_compare(problem: AttentionProblem) -> Tensor:

@@ -83,9 +83,10 @@ def find_hardware(name: str) -> Hardware:
     `B200-192GB`. ValueError for others, which have no declared peak.
     """
     words = _normalize(name)
-    exact = _BY_NAME.get(words) or _BY_NAME.get(name.lower())
-    if exact:
-        return exact
+    # A declared name may have words that `_normalize` drops.
+    for spelling in (words, name.lower()):
+        if spelling in _BY_NAME:
+            return _BY_NAME[spelling]
     memory = re.search(r"-(\d+)gb$", words)
     stem = words[: memory.start()] if memory else words
     # "4090" is an RTX 4090.
@@ -97,10 +98,12 @@ def find_hardware(name: str) -> Hardware:
         return family[0]
     size = float(memory[1])
     nearest = min(family, key=lambda card: abs(card.memory_gib - size))
+    if size == nearest.memory_gib:
+        return nearest
     # With more than twice the memory, or less than half, it is another GPU.
     if not 0.5 <= size / nearest.memory_gib <= 2:
         raise ValueError(f"unknown GPU {name[:60]!r}: {nearest.name} is the nearest declared")
-    return nearest if size == nearest.memory_gib else replace(nearest, name=name, memory_gib=size)
+    return replace(nearest, name=name, memory_gib=size)
 
 
 def _nearest_names(words: str) -> str:

@@ -33,11 +33,11 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     layer = _layer_s(runs)
     head = _head_s(runs)
     transfer = pipeline_transfer_s(runs)
-    # Of every stage, (n, stages): its layers, the head in the last one, and what it sends on.
     counts = runs.stage_layers
     index = np.arange(counts.shape[1])[None, :]
     is_last = index == runs.pp[:, None] - 1
     exists = index < runs.pp[:, None]
+    # Seconds of every stage, (n, stages): its layers, the head in the last one, its messages.
     stage = (
         counts * np.sum(list(layer.values()), axis=0)[:, None]
         + is_last * head[:, None]

@@ -25,7 +25,7 @@ def noise(spread, seed=0, names=2):
 def planned(times, *, most=MOST, gain=GAIN, rounds_s=1e9, seconds=(1.0, 0.0)):
     """The plan after the first rounds of `times`, (alternatives, rounds)."""
     pilot = {str(name): {"all": list(one[:PILOT_ROUNDS])} for name, one in enumerate(times)}
-    return plan_rounds(pilot, seconds, gain=gain, rounds_s=rounds_s, most=most)
+    return plan_rounds(pilot, *seconds, gain=gain, rounds_s=rounds_s, most=most)
 
 
 def test_steady_alternatives_need_few_rounds_and_noisy_ones_more():
@@ -41,7 +41,7 @@ def test_the_noisiest_part_counts():
     steady = noise(0.001)
     noisy = noise(0.5)
     pilot = {str(n): {"forward": steady[n, :6], "backward": noisy[n, :6]} for n in range(2)}
-    assert plan_rounds(pilot, (1.0, 0.0), gain=GAIN, rounds_s=1e9, most=MOST).rounds == MOST
+    assert plan_rounds(pilot, 1.0, 0.0, gain=GAIN, rounds_s=1e9, most=MOST).rounds == MOST
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -51,7 +51,7 @@ class Series:
             return times[:, : self.most]
         pilot = {str(n): {"": list(one[:PILOT_ROUNDS])} for n, one in enumerate(times)}
         seconds = (PILOT_ROUNDS * self.round_s, 0.0)
-        plan = plan_rounds(pilot, seconds, gain=0.1, rounds_s=self.budget_s, most=self.most)
+        plan = plan_rounds(pilot, *seconds, gain=0.1, rounds_s=self.budget_s, most=self.most)
         start = 0 if plan.keeps_pilot else PILOT_ROUNDS
         return times[:, start : PILOT_ROUNDS + plan.rounds]
 

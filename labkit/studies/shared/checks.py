@@ -223,13 +223,13 @@ class Reference:
         if actual is None or actual.shape != expected.shape:
             return math.inf, MISSING
         difference = largest(actual - expected)
-        if difference <= PARAMETER_TOLERANCE * scale:
-            # A parameter that no step changes has the scale 0, and here no difference.
-            return difference / (scale or 1.0), None
-        error = math.inf
-        if scale and not math.isnan(difference):
-            error = difference / scale
-        return error, furthest(actual, expected)
+        error = difference / scale if scale else math.inf
+        # A parameter that no step should change has the scale 0.
+        if difference == 0:
+            error = 0.0
+        if math.isnan(error):
+            error = math.inf
+        return error, furthest(actual, expected) if error > PARAMETER_TOLERANCE else None
 
 
 def train_in_one_process(

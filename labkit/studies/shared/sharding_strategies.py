@@ -18,7 +18,7 @@ MakeOptimizer = Callable[..., Optimizer]
 
 
 def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
-    # Ranks of every lab on wrappers import this module, and FSDP2 takes seconds to import.
+    # Seconds to import, which ranks that use another strategy need not spend.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

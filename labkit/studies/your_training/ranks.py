@@ -68,6 +68,7 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
         columns = rank.check(loops[name]) if name != LOCAL else dict(OK)
         return columns, loops[name].parts
 
+    # The check fills `loops`, before the first turn begins.
     with taking_turns(loops) as begin:
         options: dict[str, Any] = {"before": dist.barrier, "prepare": begin, **rounds}
         yield from check_and_time(rows, check, "part", device=device, **options)
