@@ -116,17 +116,21 @@ def read_events(trace: Trace) -> list[TraceEvent]:
     # A kernel belongs to the ranges that are open at its launch; an operator has no launch.
     starts: list[Any] = [launches.get(_correlation(event), event["ts"]) for event in events]
     ranges = [event for event in host if event["cat"] == RANGE]
-    return [
-        TraceEvent(
-            name=short_name(event["name"]),
-            family="dispatch" if event["cat"] == RANGE else family_of(event["name"]),
-            ranges=tuple(one["name"] for one in ranges if one["ts"] <= start < _end(one)),
-            start_s=(event["ts"] - events[0]["ts"]) / 1e6,
-            duration_s=event["dur"] / 1e6,
-            self_s=own / 1e6,
+    result = []
+    for event, start, own in zip(events, starts, _self_times(events), strict=True):
+        # A range's own time is Python's, between its operators.
+        is_range = event["cat"] == RANGE
+        result.append(
+            TraceEvent(
+                name=short_name(event["name"]),
+                family="dispatch" if is_range else family_of(event["name"]),
+                ranges=tuple(one["name"] for one in ranges if one["ts"] <= start < _end(one)),
+                start_s=(event["ts"] - events[0]["ts"]) / 1e6,
+                duration_s=event["dur"] / 1e6,
+                self_s=own / 1e6,
+            )
         )
-        for event, start, own in zip(events, starts, _self_times(events), strict=True)
-    ]
+    return result
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[Event]:

@@ -33,10 +33,12 @@ class Tile(NamedTuple):
     ahead: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"{self.block_q}x{self.block_k} {self.warps}w"
-            f" {self.stages}s{' special' * bool(self.specialize)}{' ahead' * self.ahead}"
-        )
+        text = f"{self.block_q}x{self.block_k} {self.warps}w {self.stages}s"
+        if self.specialize:
+            text += " special"
+        if self.ahead:
+            text += " ahead"
+        return text
 
     @property
     def has_descriptors(self) -> bool:

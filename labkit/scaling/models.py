@@ -216,9 +216,21 @@ def read_model(path: Path) -> Model:
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
+    # Downloaded configs are all called so: the model's name is that of the folder.
+    name = path.stem
+    if path.name == "config.json":
+        name = _folder_name(path.absolute().parent)
+    try:
+        return _read_config(config, name)
+    except ValueError as error:
+        raise ValueError(f"{str(path)[-80:]}: {error}") from None
+
+
+def _read_config(config: dict[str, Any], name: str) -> Model:
+    """Return the model that a config describes, or its language model if it is multimodal."""
     where = ""
     is_mixture = any(key in config for key in _PER_TOKEN)
-    # A multimodal model: the sizes of its language model count, which may lie two levels deep.
+    # The language model may lie two levels deep.
     while True:
         key = next((one for one in _LANGUAGE_MODEL if isinstance(config.get(one), dict)), None)
         if key is None:
@@ -228,20 +240,19 @@ def read_model(path: Path) -> Model:
         is_mixture |= any(one in config for one in _PER_TOKEN)
         where = f" under `{key}`"
     if is_mixture:
-        raise ValueError(f"{str(path)[-80:]}: {NO_MIXTURES}")
+        raise ValueError(NO_MIXTURES)
     kind = str(config.get("model_type"))
     known = f"{_GATED} {_UNGATED}".split()
     if kind not in known:
         near = difflib.get_close_matches(kind, known) or ["llama", "qwen3", "gpt2"]
         raise ValueError(
-            f"{str(path)[-80:]}: expected a model_type{where} whose sizes are known, such as"
-            f" {', '.join(near)}; got {kind[:40]!r}"
+            f"expected a model_type{where} whose sizes are known, such as {', '.join(near)}; got"
+            f" {kind[:40]!r}"
         )
-    name = path.stem if path.name != "config.json" else _folder_name(path.absolute().parent)
     try:
         return _model(config, kind, name)
     except ValueError as error:
-        raise ValueError(f"{str(path)[-80:]}: {error}{where}") from None
+        raise ValueError(f"{error}{where}") from None
 
 
 def _parse_config(text: str) -> dict[str, Any]:

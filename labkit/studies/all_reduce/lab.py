@@ -99,7 +99,7 @@ def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint
     """Plan every size over gloo, or over NCCL and torch's over gloo; repeat short ones later."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
-        # Over gloo only what CPU tensors cost next to NCCL's: a page has one set of algorithms.
+        # labkit's algorithms run over NCCL then; gloo's row says what CPU tensors cost here.
         only_torch = config.model_copy(update={"algorithms": []})
         once = [*_points(config, "nccl"), *_points(only_torch, "gloo")]
     short = [point for point in once if point.n_bytes <= SESSIONS_UP_TO_BYTES]

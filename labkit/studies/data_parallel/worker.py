@@ -146,7 +146,7 @@ def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> l
 def _time_steps(
     point: DataParallelPoint, workload: Workload, device: str
 ) -> Iterator[dict[str, Any]]:
-    """Seconds of each phase.
+    """Yield seconds of each phase of a step.
 
     Backward lasts until gradients are averaged; `waiting` is its part after autograd.
     """

@@ -149,16 +149,19 @@ def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[
     """
     limit_s = max(point.rounds["rounds_s"] / MIN_ROUNDS, MIN_LIMIT_S)
     sizes = sorted(point.sizes)
-    for n_sizes, (size, next_size) in enumerate(pairwise(sizes), 1):
+    in_time = sizes[:1]
+    for size, next_size in pairwise(sizes):
         call = matrix_product(device, dtype, size, size, size).run
-        # The best of a few: one may meet a stall.
-        fastest = min(time_interleaved({"": call}, warmup=0, repeats=MIN_ROUNDS, device=device)[""])
-        # The slowest rank's, so that all ranks time the same sizes.
-        predicted = max_over_ranks(fastest) * (next_size / size) ** 3
-        slowest_possible = 2 * next_size**3 / MIN_FLOPS_PER_S
-        if min(slowest_possible, predicted) > limit_s:
-            return sizes[:n_sizes], limit_s
-    return sizes, limit_s
+        seconds = time_interleaved({"": call}, warmup=0, repeats=MIN_ROUNDS, device=device)[""]
+        # The best of a few, since one may meet a stall; the slowest rank's, so that all ranks time
+        # the same sizes.
+        predicted_s = max_over_ranks(min(seconds)) * (next_size / size) ** 3
+        # A prediction that is slower than any CPU is of a stall.
+        slowest_s = 2 * next_size**3 / MIN_FLOPS_PER_S
+        if min(slowest_s, predicted_s) > limit_s:
+            break
+        in_time.append(next_size)
+    return in_time, limit_s
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -237,12 +240,8 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         product = matrix_product(device, getattr(torch, point.dtype), size, size, size)
         calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
     for operation, call in calls.items():
-        about = {
-            "operation": operation,
-            "flops": call.flops,
-            "bytes": call.n_bytes,
-            **status_columns(call.wrong),
-        }
+        about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes}
+        about |= status_columns(call.wrong)
         rows = {turn: about | {"repetition": turn} for turn in ("first", "second")}
         timing = point.rounds | {"seed": f"{point.id} {operation}"}
         yield from timed_rows(rows, dict.fromkeys(rows, call.run), **timing)
