@@ -54,11 +54,13 @@ def scrub(text: str) -> str:
     text = FOLDERS.sub("ELSEWHERE/", text)
     hosts = {describe_machine().host, *HOST.findall(text)}
     words = {short: "host" for name in hosts for short in (name, name.partition(".")[0])}
-    for user_name in (getpass.getuser, lambda: Path.home().name):
+    for find_name in (getpass.getuser, lambda: Path.home().name):
         # A container's user may have no name, or no folder.
         with suppress(KeyError, OSError, RuntimeError):
+            user_name = find_name()
+            words[user_name] = "user"
             # JSON spells a name with an accent in another way.
-            words |= dict.fromkeys((user_name(), json.dumps(user_name())[1:-1]), "user")
+            words[json.dumps(user_name)[1:-1]] = "user"
     text = HOST.sub('"host": "host"', text)
     for name, word in words.items():
         if len(name) > 1 and name not in COMMON_NAMES:

@@ -52,10 +52,10 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
     """Return the smallest memory limit of the cgroups in bytes; None if there is less memory."""
-    limits = [
-        limit for cgroup in _cgroups("memory", root) if (limit := cgroup.memory_limit()) is not None
-    ]
-    return min((limit for limit in limits if limit < psutil.virtual_memory().total), default=None)
+    total = psutil.virtual_memory().total
+    limits = [cgroup.memory_limit() for cgroup in _cgroups("memory", root)]
+    # Above what there is, a limit limits nothing.
+    return min((limit for limit in limits if limit is not None and limit < total), default=None)
 
 
 def oom_kills(root: Path = ROOT) -> int | None:

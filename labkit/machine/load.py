@@ -144,7 +144,8 @@ def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
         # Probes have no absolute limit: machines differ, so the best of the run is the measure.
         late = (load.ping_s or 0.0) / min(pings, default=1.0)
         slow = (load.copy_s or 0.0) / median_low(copies or [1.0])
-        if reason := busy_reason(load, cores):
+        reason = busy_reason(load, cores)
+        if reason:
             reasons[point] = reason
         elif late > LATE_PING:
             reasons[point] = f"ranks woke up late ({late:.0f} times the best)"
