@@ -152,11 +152,7 @@ def _faster_with_size(table: pd.DataFrame) -> costs.Curve:
 
 
 def transports(frame: pd.DataFrame) -> Iterator[costs.Transport]:
-    """Fit alpha and beta of every transport and number of ranks.
-
-    Of all-reduces, of messages in a row, and of messages at once. The cost of a call is the time of
-    the shortest all-reduce by recursive doubling minus that of its messages.
-    """
+    """Fit alpha and beta of all-reduces and messages by transport and number of ranks."""
     for (way, ranks), table in EXCHANGE.medians(frame).groupby(["way", "world_size"]):
         by_size = table.pivot_table(index="n_bytes", columns="what", values="seconds")
         if {ALL_REDUCE, MESSAGE, ROW, BURST, DOUBLING} - set(by_size) or len(by_size.dropna()) < 2:
@@ -166,6 +162,7 @@ def transports(frame: pd.DataFrame) -> Iterator[costs.Transport]:
         message = (by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)
         # Noise may make a row shorter than one message; it cannot be free.
         message = message.clip(lower=by_size[MESSAGE] / IN_A_ROW)
+        # A call: what the shortest all-reduce by recursive doubling takes besides its messages.
         rounds = recursive_doubling(int(ranks), 0).messages
         call_s = max(0.0, float((by_size[DOUBLING] - rounds * message).iloc[0]))
         burst = (by_size[BURST] - (by_size[MESSAGE] - message).clip(lower=0)).clip(lower=message)

@@ -52,10 +52,7 @@ class Results:
         return rows[list(columns)]
 
     def timed_s(self, rows: pd.DataFrame, value: str) -> float:
-        """Seconds that the rounds behind these rows took, with all alternatives of their points.
-
-        0 if `value`, the column that was timed, holds no seconds.
-        """
+        """Seconds of the rounds behind these rows, with all alternatives; 0 if none were timed."""
         if not is_time(value) or "point" not in rows:
             return 0.0
         timed = self.frame[self.frame["point"].isin(rows["point"])]

@@ -38,10 +38,7 @@ def check_plugins(study: Lab, plugins: Plugins) -> None:
 def with_plugin_names(
     study: Lab, config: LabConfig, plugins: Plugins, *, only: bool = False
 ) -> LabConfig:
-    """Add these names to the config's list of alternatives.
-
-    `only`: they replace labkit's; ParameterError if there are none then.
-    """
+    """Add these names to the config's alternatives, or replace labkit's if `only`."""
     if only and not plugins.alternatives:
         raise ParameterError(f"{study.name}: only=True measures alternatives of yours: pass some")
     if study.plugin_parameter is None:

@@ -123,14 +123,12 @@ class TableColumn:
 
 
 def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
-    """Yield the columns of a frame for a reader, without internal ones.
-
-    `low` and `high` next to one another become one interval of the column before them.
-    """
+    """Yield the columns of a frame for a reader, without internal ones."""
     visible = frame.loc[:, [not column(str(name)).is_internal for name in frame.columns]]
     names = [str(name) for name in visible.columns]
     for place, name in enumerate(names):
         values = list(visible.iloc[:, place])
+        # `low` and `high` next to one another are the interval of the column before them.
         if place and names[place : place + 2] == ["low", "high"]:
             ends = zip(values, visible.iloc[:, place + 1], strict=True)
             cells = [_interval(names[place - 1], low, high) for low, high in ends]

@@ -160,10 +160,7 @@ def slowness(calibration: Calibration | None, machine: Machine) -> float:
 
 
 def with_more_rounds(study: Lab, config: LabConfig, more_s: float) -> LabConfig:
-    """Return the config with so many seconds more for rounds, divided among all points.
-
-    ParameterError for a lab whose rounds have no time that could be longer.
-    """
+    """Divide more seconds for rounds among all points. ParameterError if rounds have no time."""
     if not 0 < more_s < math.inf:
         raise ParameterError(f"expected more seconds of rounds than 0, got more={more_s}")
     machine = describe_machine()
