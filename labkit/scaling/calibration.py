@@ -11,6 +11,8 @@ from labkit.scaling.runs import Run, Runs
 from labkit.scaling.step_time import predict_step_s
 
 MIN_RUNS = 3
+# Quantities that differ between frameworks and sites, and how much: the standard deviation of
+# ln(value).
 SPREADS: Mapping[str, float] = {
     "slowdown": 0.2,
     "attention_slowdown": 0.4,
@@ -19,10 +21,8 @@ SPREADS: Mapping[str, float] = {
     "tp_exposed": 0.4,
     "network_efficiency": 0.3,
 }
-"""Quantities that differ between frameworks and sites, and how much: the standard deviation of
-ln(value)."""
+# Standard deviation of ln(seconds) of one run around a calibrated model.
 NOISE = 0.08
-"""Standard deviation of ln(seconds) of one run around a calibrated model."""
 
 
 def calibrate(

@@ -12,8 +12,8 @@ import numpy as np
 from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Runs
 
+# Bytes of an activation, and of a parameter that is sent.
 BF16 = 2
-"""Bytes of an activation, and of a parameter that is sent."""
 
 
 class Group:

@@ -14,20 +14,19 @@ from functools import cache
 
 from labkit.scaling import read_table, validate
 
+# Framework of runs that do not name a published one.
 GENERIC = "generic"
-"""Framework of runs that do not name a published one."""
+# Framework of runs that are predicted by a user's own profile.
 CALIBRATED = "calibrated"
-"""Framework of runs that are predicted by a user's own profile."""
+# Quantities that depend on the GPU's architecture; the others depend on the framework.
 BY_ARCHITECTURE = frozenset({"gemm_efficiency", "link_efficiency", "memory_efficiency"})
-"""Quantities that depend on the GPU's architecture; the others depend on the framework."""
 
+# Frameworks that share code: a framework without a constant of a quantity uses its parent's.
+# megatron and vtrain run Megatron-LM of 2021 (unfused attention, no overlap); MaxText uses NeMo's
+# cuDNN attention. vtrain_node is vTrain's single-node table, put together from profiled kernels.
 PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
-"""Frameworks that share code: a framework without a constant of a quantity uses its parent's.
 
-megatron and vtrain run Megatron-LM of 2021 (unfused attention, no overlap); MaxText uses NeMo's
-cuDNN attention. vtrain_node is vTrain's single-node table, put together from profiled kernels.
-"""
-
+# Published table, or the name of a framework -> framework.
 TABLES: Mapping[str, str] = {
     "nanotron": "nanotron",
     "vtrain_multinode": "vtrain",
@@ -45,7 +44,7 @@ TABLES: Mapping[str, str] = {
     "fms": "fms",
     "internevo": "internevo",
 }
-"""Published table, or the name of a framework -> framework."""
+# Part of a framework's name -> the published framework whose code is nearest, first match.
 NEAREST: Sequence[tuple[str, str]] = (
     ("bridge", "nemo"),
     ("mlperf", "nemo"),
@@ -61,7 +60,6 @@ NEAREST: Sequence[tuple[str, str]] = (
     ("maxtext", "maxtext"),
     ("nanotron", "nanotron"),
 )
-"""Part of a framework's name -> the published framework whose code is nearest, first match."""
 
 
 def find_framework(name: str) -> str | None:

@@ -20,22 +20,22 @@ from labkit.scaling.models import Numbers, step_flops
 from labkit.scaling.runs import Runs, Texts
 from labkit.scaling.step_time import predict_step_s
 
+# Sources of known frameworks without widths of their own.
 OTHERS = "other sources"
-"""Sources of known frameworks without widths of their own."""
 UNKNOWN = "unknown framework"
 # Log units per root of a unit of distance. Errors hardly grow with the distance, but without a
 # slope models of twice the size are covered in 73%.
 SLOPE = 0.08
+# What the widths of memory begin with.
 MEMORY = "memory, "
-"""What the widths of memory begin with."""
+# Tables with enough published peaks for a width of their own.
 MEASURED_MEMORY = ("nanotron", "simumax")
-"""Tables with enough published peaks for a width of their own."""
 # Folds judge 1% of their predictions further away, so their error is unknown.
 MAX_DISTANCE = 10.0
+# Source -> its width at the low and at the high end, in log units.
 Widths = Mapping[str, tuple[float, float]]
-"""Source -> its width at the low and at the high end, in log units."""
+# The low and the high end of each run's interval, (n,) each.
 Ends = tuple[Numbers, Numbers]
-"""The low and the high end of each run's interval, (n,) each."""
 
 
 def find_sources(runs: Runs, measured: Runs) -> Texts:

@@ -24,10 +24,11 @@ from labkit.scaling import Count, read_table, validate
 
 Numbers = NDArray[np.float64]
 
+# What makers add to a name, once punctuation is gone, without changing a model's sizes.
 _ENDINGS = re.compile(r"(instruct|chat|base|hf|it|pt|v\d+(\.\d+)?|\d{4})$")
-"""What makers add to a name, once punctuation is gone, without changing a model's sizes."""
 
 MAX_BYTES = 2**20
+# Field -> its names in a `config.json`.
 _SIZES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -37,7 +38,7 @@ _SIZES = {
     "ffn": ("intermediate_size", "ffn_dim", "n_inner"),
     "vocab": ("vocab_size",),
 }
-"""Field -> its names in a `config.json`."""
+# Model types by their feed-forward part, and those that tie embeddings unless the file says so.
 _GATED = (
     "llama mistral ministral ministral3 qwen2 qwen3 phi3 internlm2 internlm3 olmo olmo2 olmo3"
     " granite stablelm baichuan gemma gemma2 gemma3_text smollm3 cohere cohere2"
@@ -45,13 +46,12 @@ _GATED = (
 )
 _UNGATED = "starcoder2 phi gpt2 gpt_neox opt mpt"
 _TIED = "gemma gemma2 gemma3_text smollm3 cohere cohere2 starcoder2 gpt2 opt mpt"
-"""Model types by their feed-forward part, and those that tie embeddings unless the file says so."""
+# Keys of a `config.json` of a mixture of experts.
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
-"""Keys of a `config.json` of a mixture of experts."""
+# Keys under which the `config.json` of a multimodal model has its language model.
 _LANGUAGE_MODEL = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Keys under which the `config.json` of a multimodal model has its language model."""
+# Names of mixtures of experts: Mixtral-8x7B, Qwen3-30B-A3B.
 _MIXTURE = re.compile(r"mixtral|moe|\d+x\d+b|-a\d+b\b", re.IGNORECASE)
-"""Names of mixtures of experts: Mixtral-8x7B, Qwen3-30B-A3B."""
 NO_MIXTURES = (
     "a mixture of experts is not predicted; nearest is a dense model with as many parameters as a"
     " token uses"

@@ -22,12 +22,12 @@ COLUMNS = (
     "nearest",
     "note",
 )
+# Columns of the input that have a prediction's name, and their names in the output.
 MEASURED = {
     "step_s": "measured_step_s",
     "mfu_percent": "measured_mfu_percent",
     "note": "published_note",
 }
-"""Columns of the input that have a prediction's name, and their names in the output."""
 
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:

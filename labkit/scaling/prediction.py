@@ -20,13 +20,14 @@ FITS_SHARE = 0.94
 # Share from which published runs are often 1.5 to 8 times slow: the allocator frees and allocates
 # again inside the step.
 UNSTABLE_SHARE = 0.88
+# Risks of running out of memory below which a run fits, or may.
 FITS_RISK = 0.05
 MAY_FIT_RISK = 0.5
-"""Risks of running out of memory below which a run fits, or may."""
+# Distance to the nearest measured run from which on the answer says that it extrapolates.
 FAR = 4.0
-"""Distance to the nearest measured run from which on the answer says that it extrapolates."""
+# Standard deviations from the middle of a normal distribution to an end of its 90%.
 SIGMAS = 1.645
-"""Standard deviations from the middle of a normal distribution to an end of its 90%."""
+# Groups of parts that add up to the step.
 SUMS = {
     "compute": ("gemm_s", "attention_s", "elementwise_s", "head_s"),
     "CPU launches": ("launch_s",),
@@ -37,7 +38,6 @@ SUMS = {
     "gradient reduction": ("data_parallel_s",),
     "optimizer": ("optimizer_s",),
 }
-"""Groups of parts that add up to the step."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from labkit.scaling.table import read_rows
 
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
+# Runs whose distances are computed at once, so that they need 100 MB at most.
 CHUNK = 1000
-"""Runs whose distances are computed at once, so that they need 100 MB at most."""
+# Columns -> how far a doubling or a difference is, in doublings of the GPUs. Declared, not fitted.
+# Parameters weigh most: with half as much, models of twice the size are covered in 70%.
 DOUBLING = {"parameters": 2.0, "gpus": 1.0, "seq_len": 1.0, "tp": 0.3, "pp": 0.3, "cp": 1.0}
 DIFFERENCE = {
     "architecture": 2.0,
@@ -26,14 +28,9 @@ DIFFERENCE = {
     "recompute": 0.5,
     "framework": 1.0,
 }
-"""Columns -> how far a doubling or a difference is, in doublings of the GPUs.
-
-Declared, not fitted. Parameters weigh most: with half as much, models of twice the size are covered
-in 70%.
-"""
+# Folds in `cross_validated.csv`.
 WITHOUT_MODEL = "without the model"
 WITHOUT_FRAMEWORK = "without the framework"
-"""Folds in `cross_validated.csv`."""
 
 
 @dataclass(frozen=True, kw_only=True)

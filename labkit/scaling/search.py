@@ -19,15 +19,15 @@ from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
 MAX_MICRO_BATCH = 64
 # Tokens per micro-batch and rank with several sequences: matmuls are large enough by then.
 MAX_TOKENS = 2**17
+# Tokens per sequence and context-parallel rank; published trainings use no fewer.
 MIN_TOKENS = 4096
-"""Tokens per sequence and context-parallel rank; published trainings use no fewer."""
+# Chunks per stage of interleaved schedules to try.
 CHUNKS = (2, 4)
-"""Chunks per stage of interleaved schedules to try."""
 PROPOSED = 3
+# How strongly a risk of running out of memory counts against a layout.
 RISK_EXPONENT = 0.25
-"""How strongly a risk of running out of memory counts against a layout."""
+# Share by which a layout must be faster, per unit of distance from measured runs.
 CAUTION = 0.03
-"""Share by which a layout must be faster, per unit of distance from measured runs."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from labkit.scaling.runs import Layout, Run, impossible_reason
 REQUIRED = ["gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq_len"]
 REQUIRED += ["tp", "pp", "dp", "micro_batch", "global_batch"]
 _MODEL = ("model", *(one.name for one in fields(Model) if one.name != "name"))
+# Columns that only an output of `labkit predict` has.
 ONLY_PREDICTED = frozenset({"step_low", "step_high"})
-"""Columns that only an output of `labkit predict` has."""
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
 _AMBIGUOUS = re.compile(r"[1-9]\d{0,2}([.,\s]\d{3})+")
@@ -32,12 +32,12 @@ _AMBIGUOUS = re.compile(r"[1-9]\d{0,2}([.,\s]\d{3})+")
 _FRACTIONS = ("step_s", "node_network_gbps", "measured_bus_bandwidth")
 
 _SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
+# Words of a note -> option of the layout.
 NOTES = {
     "before a fix": "old_pipeline",
     "16-bit master": "low_precision_master",
     "CUDA_LAUNCH_BLOCKING=1": "blocking_launch",
 }
-"""Words of a note -> option of the layout."""
 _CPU_OPTIMIZER = re.compile(
     r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE
 )

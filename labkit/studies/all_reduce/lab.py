@@ -43,8 +43,8 @@ PEAK = "peak of the links"
 # Longer tensors have one session: their times hardly differ between processes.
 SESSIONS_UP_TO_BYTES = MIB
 
+# Bytes of the whole tensor, a multiple of every dtype's size.
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
-"""Bytes of the whole tensor, a multiple of every dtype's size."""
 Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, LABKIT))]
 
 

@@ -35,8 +35,8 @@ SHORT_BYTES = 2**24
 CHUNK = 2**16  # elements compared at a time: their float64 copies stay in cache
 FLOOR_CHUNK_BYTES = 2**19  # added and copied at a time: they stay in cache
 
+# Called as (tensor, op="sum" or "mean"); works in place.
 Collective = Callable[..., None]
-"""Called as (tensor, op="sum" or "mean"); works in place."""
 
 
 @dataclass(frozen=True, kw_only=True)

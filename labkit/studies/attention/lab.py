@@ -67,8 +67,8 @@ CONFIGURATION = ("device", "dtype", "batch", "head_dim", "sequence")
 TIME = Metric("seconds", "implementation", CONFIGURATION, where={"phase": BOTH})
 PHASES = Metric("seconds", "implementation", (*CONFIGURATION, "phase"))
 PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, exact=True)
+# Figures show this head dimension, and this dtype unless panels show all.
 AT = {"head_dim": 64, "dtype": "float32"}
-"""Figures show this head dimension, and this dtype unless panels show all."""
 NAMES = {
     EXPLICIT: "naive attention",
     COMPILED: "compiled attention",

@@ -33,14 +33,14 @@ EXPLICIT = "explicit"
 COMPILED = "compiled"
 TILED = "tiled"
 FLASH = "flash"
+# Implementations that build the whole matrix of scores.
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
-"""Implementations that build the whole matrix of scores."""
+# Implementations whose first call compiles or tunes tiles.
 SLOW_AT_FIRST = (COMPILED, FLASH)
-"""Implementations whose first call compiles or tunes tiles."""
+# Planned seconds of such a first call.
 COMPILE_S = 3.0
-"""Planned seconds of such a first call."""
+# Planned rate of the check in float64: that of a GPU without units for it.
 FLOAT64_FLOP_PER_S = 5e11
-"""Planned rate of the check in float64: that of a GPU without units for it."""
 FORWARD = "forward"
 BACKWARD = "backward"
 BOTH = "forward and backward"

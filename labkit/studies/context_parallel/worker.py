@@ -30,10 +30,10 @@ WHOLE = "one rank"
 RING = "ring, zigzag"
 RING_CONTIGUOUS = "ring, contiguous"
 GATHERED = "gathered, zigzag"
+# Tiled attention to the whole sequence, with the cores of all ranks or its own.
 ON_ONE_RANK = (ALL_CORES, WHOLE)
-"""Tiled attention to the whole sequence, with the cores of all ranks or its own."""
+# Attention across ranks, and the layout of their positions.
 LAYOUTS = {RING: "zigzag", RING_CONTIGUOUS: "contiguous", GATHERED: "zigzag"}
-"""Attention across ranks, and the layout of their positions."""
 WAYS = (*ON_ONE_RANK, *LAYOUTS)
 # Of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64.
 N_COPIES = 24

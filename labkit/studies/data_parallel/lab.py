@@ -29,12 +29,12 @@ from labkit.studies.shared import tasks
 from labkit.studies.shared.tables import WRAPPER_NAMES, add_up
 from labkit.studies.shared.verification import verify_wrapper
 
+# Wrappers whose bucket sizes, and accumulation, are compared.
 BUCKETED = (TORCH, "bucketed")
-"""Wrappers whose bucket sizes, and accumulation, are compared."""
+# For a wrapper that overlaps, the one that runs the same collectives after backward.
 SAME_COLLECTIVES = {TORCH: "bucketed_sync", "bucketed": "bucketed_sync", "overlapped": "naive"}
-"""For a wrapper that overlaps, the one that runs the same collectives after backward."""
+# Wrappers with a timeline.
 PROFILED = (TORCH, "bucketed", "naive", "flat")
-"""Wrappers with a timeline."""
 
 
 class DataParallelConfig(DeviceConfig):
@@ -90,8 +90,8 @@ ACCUMULATION = Metric(
 )
 PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"sweep": "memory"}, exact=True)
 LARGEST = {"batch": None, "context_length": None}
+# Figures show the most ranks, the largest batch and the longest context.
 AT = {"world_size": None, **LARGEST}
-"""Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
     **WRAPPER_NAMES,
     worker.DEFAULT_BUCKETS: "the default size",

@@ -17,6 +17,8 @@ from labkit.lab.user_lines import user_file
 from labkit.nn.training import TrainingStep
 from labkit.torch_private import fake_tensor_mode
 
+# Parts of a peak. `recomputed`: activations that checkpointing computes again during backward.
+# `inputs`: tokens and tables of rotary positions.
 PARTS = (
     "parameters",
     "optimizer",
@@ -26,8 +28,6 @@ PARTS = (
     "temporaries",
     "inputs",
 )
-"""Parts of a peak. `recomputed`: activations that checkpointing computes again during backward.
-`inputs`: tokens and tables of rotary positions."""
 
 LISTED = 10  # allocations
 # Layers of the steps that stand for one of more layers. With two, layers differ from those of a

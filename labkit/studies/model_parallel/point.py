@@ -17,9 +17,9 @@ DATA = "data parallel"
 WHOLE = "one rank"
 TORCH = "torch"
 SEQUENCE = ", sequence parallel"
+# The whole model on one rank; tensor parallelism by transport, with sequence parallelism and
+# without.
 WAYS = (ALL_CORES, WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
-"""The whole model on one rank; tensor parallelism by transport, with sequence parallelism and
-without."""
 HEADS = 8
 VOCABULARY = 128
 # Of AdamW. Ranks add gradients in another order than one process: with `eps` below their rounding,

@@ -68,8 +68,8 @@ PEAK = Metric(
     where={"kind": "memory"},
     exact=True,
 )
+# Figures show the largest model and the most ranks, with AdamW over shared memory.
 AT = {"size": None, "world_size": None, "optimizer": "AdamW", "transport": SHARED}
-"""Figures show the largest model and the most ranks, with AdamW over shared memory."""
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:

@@ -31,15 +31,13 @@ from labkit.studies.shared.held import held_bytes
 from labkit.studies.shared.sharding_strategies import LABKITS, shard
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
+# An expensive update and a cheap one. AdamW's `eps` is above the rounding of a gradient, which
+# three ranks add in another order than one process. SGD's `lr` makes an update large compared with
+# rounding.
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 1e-3, "eps": 1e-5}),
     "SGD": (SGD, {"lr": 0.5}),
 }
-"""An expensive update and a cheap one.
-
-AdamW's `eps` is above the rounding of a gradient, which three ranks add in another order than one
-process. SGD's `lr` makes an update large compared with rounding.
-"""
 # Of the bytes held, that a peak must show: small tensors may lie in memory that the process had
 # before, and below `MIN_HELD_BYTES` most tensors do.
 MIN_PEAK_SHARE = 0.98

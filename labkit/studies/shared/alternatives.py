@@ -25,8 +25,8 @@ from labkit.parallel.traffic import Collective, recorded_traffic
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.torch_private import default_store
 
+# Name of the alternative that computes on one rank, while the others wait.
 ALL_CORES = "one rank, all cores"
-"""Name of the alternative that computes on one rank, while the others wait."""
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
 Action = Callable[[], Any]

@@ -32,29 +32,25 @@ from labkit.bench.check import (
 from labkit.bench.checksums import Deviation, fill_part, first_deviation
 from labkit.nn.training import Workload
 
+# Errors of a gradient by the precision of the passes, relative to the largest of its tensor. The
+# order of sums, and fused or atomic additions, change it by some hundred units of float32. A wrong
+# kernel, or a rank that is missing, changes it by the size of the gradient.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
-"""Errors of a gradient by the precision of the passes, relative to the largest of its tensor.
-
-The order of sums, and fused or atomic additions, change it by some hundred units of float32. A
-wrong kernel, or a rank that is missing, changes it by the size of the gradient.
-"""
 # Wrappers may divide before they add, which rounds unless the number of ranks is a power of two. A
 # missing part is off by one or more.
 WHOLE_NUMBER_TOLERANCE = 0.5
 
+# The tensor itself is missing, or has another shape.
 MISSING = Deviation(-1, 0.0, 0.0)
-"""The tensor itself is missing, or has another shape."""
+# Forward and backward of one step, after which gradients are averaged.
 Run = Callable[[], None]
-"""Forward and backward of one step, after which gradients are averaged."""
 
 STEPS = 2  # a gradient that is wrong in the first one has spread by the second
+# Error of an element, relative to the largest change of its tensor.
 PARAMETER_TOLERANCE = 1e-2
-"""Error of an element, relative to the largest change of its tensor."""
+# Share of the model's largest gradient below which a gradient is rounding. AdamW's update of it
+# says nothing.
 ROUNDING = 1e-6
-"""Share of the model's largest gradient below which a gradient is rounding.
-
-AdamW's update of it says nothing.
-"""
 
 
 def local_means(model: nn.Module, run: Run) -> list[Tensor]:

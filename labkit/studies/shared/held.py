@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from labkit.parallel.sharding import is_distributed
 from labkit.torch_private import tree_leaves
 
+# Share of the memory that a training may take; the rest is for other programs.
 FIT_SHARE = 0.9
-"""Share of the memory that a training may take; the rest is for other programs."""
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:

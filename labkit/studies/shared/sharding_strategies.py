@@ -77,6 +77,7 @@ def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
     return data_parallel.wrap(data_parallel.TORCH, model)
 
 
+# Functions that wrap the model, and that build the optimizer, by name. `register` adds a user's.
 IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "ddp": (_ddp, _plain),
     "zero1": (_ddp, _sharded),
@@ -86,10 +87,7 @@ IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "torch_zero1": (_torch_ddp, _torch_sharded),
     "torch_zero3": (_torch_zero3, _plain),
 }
-"""Functions that wrap the model, and that build the optimizer, by name.
-
-`register` adds a user's.
-"""
+# Names of the strategies in sentences.
 NAMES = {
     "ddp": "DDP",
     "zero1": "ZeRO-1",
@@ -99,7 +97,6 @@ NAMES = {
     "torch_zero1": "torch's ZeRO-1",
     "torch_zero3": "torch's FSDP",
 }
-"""Names of the strategies in sentences."""
 TORCHS = tuple(name for name in IMPLEMENTATIONS if name.startswith("torch_"))
 LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 

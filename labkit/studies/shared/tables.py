@@ -9,6 +9,7 @@ from labkit.lab.metric import Results
 from labkit.lab.project import reference_directory
 from labkit.parallel.data_parallel import TORCH
 
+# Names of the wrappers of data parallelism in sentences.
 WRAPPER_NAMES = {
     TORCH: "torch's DDP",
     "naive": "NaiveDDP",
@@ -18,7 +19,6 @@ WRAPPER_NAMES = {
     "bucketed_shared": "BucketedDDP through shared memory",
     "naive_shared": "NaiveDDP through shared memory",
 }
-"""Names of the wrappers of data parallelism in sentences."""
 
 
 def read_published(name: str) -> pd.DataFrame:

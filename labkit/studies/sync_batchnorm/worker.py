@@ -29,13 +29,13 @@ LABKIT = "labkit"
 TORCH = "torch"
 PLAIN = "plain_local_batch"
 WHOLE = "plain_whole_batch"
+# Features -> a layer for inputs (rows, features); a user may add to it (`register`).
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     LABKIT: SyncBatchNorm,
     TORCH: nn.SyncBatchNorm,
     PLAIN: nn.BatchNorm1d,
     WHOLE: nn.BatchNorm1d,
 }
-"""Features -> a layer for inputs (rows, features); a user may add to it (`register`)."""
 COLLECTIVES = "collectives_alone"
 ALTERNATIVES = (*LAYERS, COLLECTIVES)
 FORWARD = "forward"

@@ -21,6 +21,7 @@ from labkit.studies.training_step import worker
 from labkit.studies.training_step.worker import TrainingStepPoint
 
 Size = Annotated[str, one_of(lambda: SIZES)]
+# Timed part -> the phases that it adds up.
 PHASES = {
     worker.INFERENCE: (worker.INFERENCE,),
     FORWARD: (FORWARD,),
@@ -29,7 +30,6 @@ PHASES = {
     OPTIMIZER: (OPTIMIZER,),
     worker.STEP: (FORWARD, BACKWARD, OPTIMIZER),
 }
-"""Timed part -> the phases that it adds up."""
 
 
 class TrainingStepConfig(DeviceConfig):
@@ -65,12 +65,12 @@ OPERATORS = Metric(
     (*CONFIGURATION, "profiled", "phase", "family"),
     where={"sweep": "profile"},
 )
+# Kind of pass in the table of shares -> the profiled action and its phases.
 VIEWS = {
     worker.INFERENCE: (worker.INFERENCE, (FORWARD, "")),
     worker.FORWARD_BACKWARD: (worker.STEP, (FORWARD, BACKWARD)),
     worker.STEP: (worker.STEP, (FORWARD, BACKWARD, OPTIMIZER, "")),
 }
-"""Kind of pass in the table of shares -> the profiled action and its phases."""
 
 
 def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingStepPoint]:

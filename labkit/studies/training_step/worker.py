@@ -36,8 +36,8 @@ FIRST = "the first step"
 LATER = "a later step"
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
 MAX_PROFILED_PASSES = 6  # shares are means without a verdict, and traces are slow to read
+# Planned seconds to compile a model with an empty cache.
 COMPILE_S = 20.0
-"""Planned seconds to compile a model with an empty cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

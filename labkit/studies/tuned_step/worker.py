@@ -29,8 +29,8 @@ from labkit.studies.shared.checks import TOLERANCES, check_completeness
 DEFAULT_NAME = "default"
 JOINED = "joined"
 TORCH = "torch"  # the wrapper of the default
+# Seconds that a plan allows for compiling `mini` without a cache: 49 s on two slow cores.
 COMPILE_S = 45.0
-"""Seconds that a plan allows for compiling `mini` without a cache: 49 s on two slow cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from labkit.studies.your_training.setup import SetupError, Training, check_first
 from labkit.torch_private import tree_leaves
 
 BATCH = "batch"
+# Batches that are measured, as multiples of the default.
 FACTORS = (0.5, 1, 2, 4, 8)
-"""Batches that are measured, as multiples of the default."""
 # Factor by which the peak of twice the batch shows what a sample takes. Activations alone would
 # double it; parameters and states do not grow.
 MIN_GROWTH = 1.5

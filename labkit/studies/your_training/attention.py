@@ -25,12 +25,12 @@ from labkit.torch_private import TorchDispatchMode
 
 BY_HAND = "by hand"
 SDPA = "SDPA"
+# Fewest keys of attention: a softmax over fewer may choose among experts.
 MIN_TOKENS = 16
-"""Fewest keys of attention: a softmax over fewer may choose among experts."""
+# Scores below it are masked: some models add a large negative number, not minus infinity.
 HIDDEN = -1e4
-"""Scores below it are masked: some models add a large negative number, not minus infinity."""
+# Shapes that are timed, those with the most scores.
 MAX_SHAPES = 2
-"""Shapes that are timed, those with the most scores."""
 aten = torch.ops.aten
 PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 

@@ -225,6 +225,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return most
 
 
+# Changes by name, in the order in which they are tried.
 CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
         apply=_use_workers,
@@ -284,7 +285,6 @@ CHANGES: Mapping[str, Change] = {
         saves_memory=True,
     ),
 }
-"""Changes by name, in the order in which they are tried."""
 
 
 def apply_all(loop: Loop, names: Iterable[str]) -> None:

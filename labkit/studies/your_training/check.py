@@ -17,8 +17,8 @@ from labkit.torch_private import tree_leaves
 # Smallest scale of a gradient's error, as a share of the model's largest gradient. Some gradients
 # are rounding alone, such as that of a bias before batch norm: their exact value is 0.
 FLOOR = 1e-3
+# Steps after which the losses of yours and of an inexact change are compared.
 TRAINED_STEPS = 10
-"""Steps after which the losses of yours and of an inexact change are compared."""
 
 
 def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) -> dict[str, Any]:

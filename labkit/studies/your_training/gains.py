@@ -16,8 +16,8 @@ from labkit.studies.your_training.worker import TOGETHER, YOURS
 CHANGE = Metric("seconds", "change", (), where={"sweep": "changes"})
 ARGUMENT = Metric("seconds", "argument", (), where={"kind": "argument"})
 ATTENTION = Metric("seconds", "attention", ("line", "shape"), where={"kind": "attention"})
+# Time that is saved, and its interval.
 LESS = ("less_percent", "less_low_percent", "less_high_percent")
-"""Time that is saved, and its interval."""
 SDPA_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)"
 
 

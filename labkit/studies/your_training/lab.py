@@ -28,8 +28,8 @@ from labkit.studies.your_training.rank_tables import STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
+# SHA-256 of the notebook's first cell. Not read from the notebook: readers overwrite its cell.
 EXAMPLE_DIGEST = "712d284ab8bbfb6b1ba63c39896bf86b83245f3acf84f36dfc0b73638898565b"
-"""SHA-256 of the notebook's first cell. Not read from the notebook: readers overwrite its cell."""
 ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 
 
@@ -80,8 +80,8 @@ def _example(results: Results) -> str | None:
 
 
 PART = Metric("seconds", "part", (), where={"kind": "part"})
+# Share of a step below which a line is not worth a row.
 MIN_LINE_SHARE = 0.03
-"""Share of a step below which a line is not worth a row."""
 MAX_LINES = 5
 MAX_HOLDERS = 8
 

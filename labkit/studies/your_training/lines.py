@@ -28,14 +28,12 @@ from labkit.studies.your_training.loop import INPUT, Loop
 from labkit.torch_private import TorchDispatchMode, current_autograd_node
 
 INTERVAL_S = 0.001
+# Passes whose operators are timed: a single one may wait for memory or for other programs.
 CLOCKED_PASSES = 3
-"""Passes whose operators are timed: a single one may wait for memory or for other programs."""
 SAMPLED_PARTS = (INPUT, FORWARD, OPTIMIZER)
+# Share of a line's operators, by time, without a path to the loss. A line above it computes
+# nothing that trains.
 UNUSED_SHARE = 0.9
-"""Share of a line's operators, by time, without a path to the loss.
-
-A line above it computes nothing that trains.
-"""
 Seconds = defaultdict[tuple[str, str], float]
 _autograd: Any = torch.autograd  # its sequence numbers are not in its types
 

@@ -11,8 +11,8 @@ from labkit.parallel.data_parallel import LOCAL
 from labkit.studies.shared.tables import add_up
 from labkit.studies.your_training.worker import STEP
 
+# Share of a step by which a rank must be later than the others to be named.
 MIN_LATE_SHARE = 0.1
-"""Share of a step by which a rank must be later than the others to be named."""
 
 
 def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:

@@ -33,18 +33,16 @@ from labkit.studies.your_training.check import first_batch, is_random
 from labkit.studies.your_training.loop import Loop, taking_turns
 from labkit.studies.your_training.setup import SetupError, Training, check_first_step
 
+# `LOCAL` is the same step without communication: what the others take longer is exposed.
 STRATEGIES = (
     *(LOCAL, TORCH, "bucketed", "bucketed_shared", "naive", "flat", "overlapped"),
     *("zero1", "zero2", "zero3", "torch_zero1", "torch_zero3"),
 )
-"""`LOCAL` is the same step without communication: what the others take longer is exposed."""
+# Share of the largest gradient to which the check raises an optimizer's `eps`. Adam divides by a
+# gradient's size: with an `eps` below its rounding, the sign of noise decides.
 EPS_SHARE = 0.01
-"""Share of the largest gradient to which the check raises an optimizer's `eps`.
-
-Adam divides by a gradient's size: with an `eps` below its rounding, the sign of noise decides.
-"""
+# Learning rate to which the check raises a smaller one, such as the first of a schedule.
 MIN_LR = 1e-3
-"""Learning rate to which the check raises a smaller one, such as the first of a schedule."""
 
 
 def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Iterator[dict[str, Any]]:

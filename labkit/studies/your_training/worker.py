@@ -39,15 +39,15 @@ YOURS = "yours"
 STEP = "step"
 YARDSTICK = "yardstick"
 TOGETHER = "all that pay"
+# Share of a step below which a change does not pay, whatever its interval says.
 MIN_GAIN = 0.03
-"""Share of a step below which a change does not pay, whatever its interval says."""
+# Seconds of a turn: of several steps, if they are short.
 TURN_S = 0.1
-"""Seconds of a turn: of several steps, if they are short."""
 MAX_CALLS = 20
+# Seconds for which lines are sampled: a thousand samples.
 LINES_S = 1.0
-"""Seconds for which lines are sampled: a thousand samples."""
+# Seconds that a plan allows for compiling, once alone and once with all that pay.
 COMPILE_S = 20.0
-"""Seconds that a plan allows for compiling, once alone and once with all that pay."""
 Setup = Callable[..., Any]
 
 
