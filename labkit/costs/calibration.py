@@ -19,7 +19,7 @@ Curve = tuple[tuple[float, float], ...]
 ALL_REDUCE = "all-reduce"
 MESSAGE = "a message"
 BURST = "messages at once"
-# have rates of several ranks, behind those of one, and errors of transports
+# Calibrations in older runs have rates of several ranks, and errors of transports.
 OLDER_RUNS = {"extra": "ignore"}
 # The transport between GPUs; the others move what lies in the CPU's memory.
 NCCL = "NCCL"
@@ -31,10 +31,7 @@ DOUBLING = "recursive doubling"
 
 @dataclass(frozen=True, kw_only=True)
 class Autograd:
-    """Cost of a forward and backward pass on top of its operators.
-
-    With something else before it.
-    """
+    """Cost of a forward and backward pass on top of its operators, in a process with other work."""
 
     begin_s: float
     """Both passes together, once."""
@@ -121,19 +118,15 @@ class Calibration:
     """Whether the machine was busy meanwhile, and no other calibration is as new."""
 
     def rates_on(self, device: str) -> Rates | None:
-        """The rates of a device; None if it was not measured."""
+        """Return the rates of a device; None if it was not measured."""
         return next((one for one in self.rates if one.device == device), None)
 
     def transport(self, way: str, what: str, ranks: int) -> Transport | None:
-        """Costs of a transport between this number of ranks; None if it was not measured."""
-        return next(
-            (
-                one
-                for one in self.transports
-                if (one.way, one.what, one.ranks) == (way, what, ranks)
-            ),
-            None,
-        )
+        """Return costs of a transport between this number of ranks; None if not measured."""
+        for one in self.transports:
+            if (one.way, one.what, one.ranks) == (way, what, ranks):
+                return one
+        return None
 
     def algorithm_s(self, way: str, algorithm: str, cost: MessageCost, ranks: int) -> float | None:
         """Seconds of an algorithm with this cost; None over a transport that was not measured."""
@@ -149,9 +142,10 @@ class Calibration:
 
         None if no transport was measured.
         """
-        transport = self.transport("shared memory", MESSAGE, ranks) or self.transport(
-            "gloo", MESSAGE, ranks
-        )
+        # labkit's collectives take shared memory where there is some.
+        transport = self.transport("shared memory", MESSAGE, ranks)
+        if transport is None:
+            transport = self.transport("gloo", MESSAGE, ranks)
         if transport is None:
             return None
         return calls * transport.predict_s(MessageCost(1, 0)) + n_bytes * transport.beta_s_per_byte

@@ -121,10 +121,12 @@ def tensor_parallel_calls(
     """
     blocks = 2 * shape.n_layers + 1
     activations = batch * sequence * shape.d_model * itemsize
+    # The logsumexp and the target's logit of each token, in float32 at least.
     loss = Calls("all_gather", 2 * batch * sequence * max(itemsize, 4) * world_size, 1)
     if not sequence_parallel:
         return [Calls("all_reduce", activations, 2 * blocks), loss]
     halves = [Calls(name, activations, 2 * blocks) for name in ("all_gather", "reduce_scatter")]
+    # Each rank's norms see its share of the tokens: their gains' gradients are added up.
     return [*halves, Calls("all_reduce", shape.d_model * itemsize, blocks), loss]
 
 

@@ -53,8 +53,10 @@ def check_attention_inputs(
         raise ValueError(f"{expected}, k and v of one shape; got {shapes}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"{expected} with one head_dim; got {shapes}")
+    # A softmax over no keys has no value.
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"{expected}, no dimension empty; got {shapes}")
+    # Grouped queries: heads alone may differ, dimension -3.
     if (
         q.dim() != k.dim()
         or q.shape[:-3] != k.shape[:-3]
@@ -97,6 +99,7 @@ def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float | None = None
     """Return scaled scores (..., Q, K); -inf where a query may not see a key."""
     scores = (q @ repeat_heads(k, q).transpose(-2, -1)) * softmax_scale(q, scale)
     if causal:
+        # "Top left": query i sees keys 0 to i, whatever the two lengths are.
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~visible, -math.inf)
     return scores

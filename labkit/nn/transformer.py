@@ -50,6 +50,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(shape.vocabulary, shape.d_model)
         self.positions = RotaryPositions(context_length, shape.head_dim)
         layers = (TransformerLayer(shape, self.positions, attention) for _ in range(shape.n_layers))
+        # Sequential, since checkpointing and pipelines take slices of it.
         self.layers = nn.Sequential(*layers)
         self.norm = RMSNorm(shape.d_model)
         self.output = Matrix(shape.d_model, shape.vocabulary)
@@ -182,6 +183,7 @@ class RotaryPositions(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate x; `positions`, (S,), int64, are those of its rows, by default from 0."""
+        # A rank of context parallelism has positions from anywhere in the sequence.
         rows = slice(x.shape[-2]) if positions is None else positions
         cosines = self.cosines[rows]
         sines = self.sines[rows]

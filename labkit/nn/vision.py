@@ -20,12 +20,15 @@ class Bottleneck(nn.Module):
 
     def __init__(self, channels: int, width: int, stride: int):
         super().__init__()
+        # Without biases, which the norm behind each convolution would take away again.
         self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
+        # Version 1.5 has the stride here, the paper in the first convolution.
         self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, EXPANSION * width, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(EXPANSION * width)
+        # A shortcut can only be added if it has the output's shape.
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or channels != EXPANSION * width:
             shortcut = nn.Conv2d(channels, EXPANSION * width, 1, stride=stride, bias=False)
@@ -62,6 +65,7 @@ class ResNet50(nn.Module):
             stages.append(nn.Sequential(*layers))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.fc = nn.Linear(channels, classes)
+        # As torchvision does.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -69,6 +73,7 @@ class ResNet50(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        # Pooled over the whole image, of any size.
         logits: Tensor = self.fc(torch.flatten(x.mean(dim=(2, 3)), 1))
         return logits
 

@@ -102,7 +102,8 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         .to(dtype)
         .to(device)
     )
-    # Multiples by powers of two are exact in every dtype, and so is each rank's expected mean.
+    # Multiples by powers of two are exact in every dtype, and so is each rank's expected mean:
+    # nothing has to be exchanged to know it.
     own = base * _multiple(dist.get_rank())
     tensor = torch.empty_like(own)
     for name in point.algorithms:
@@ -187,6 +188,7 @@ def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
         if math.isnan(difference):
             return math.inf
         deviation = max(deviation, difference)
+    # Of the largest mean, since rounding is relative to the numbers that were added.
     largest = factor * float(base.abs().max())
     return deviation / (largest or 1.0)
 

@@ -144,6 +144,7 @@ def _refusal_reason(point: AttentionPoint, name: str) -> str | None:
     needed = point.needed_by(name)
     available = available_memory_bytes()
     if device.type == "cuda":
+        # What the allocator keeps of earlier alternatives is free for this one.
         torch.cuda.empty_cache()
         available = torch.cuda.mem_get_info()[0]
     needs = f"needs {format_bytes(needed)} ({MARGIN} times the prediction)"
@@ -163,6 +164,7 @@ def _examine(
     # peak. Compiled code is of one shape: a smaller problem would compile it twice.
     warm_up = passes
     if name not in SLOW_AT_FIRST:
+        # Of the same head dimension, by which libraries choose their kernels.
         shape = (1, WARM_UP_TOKENS, point.head_dim)
         small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
         warm_up = Passes(small, IMPLEMENTATIONS[name])

@@ -68,6 +68,7 @@ class CifarConfig(LabConfig):
     """Images of a micro-batch on one rank."""
     accumulation: Annotated[int, Field(ge=1, le=10_000)] = 4
     """Micro-batches per update."""
+    # Accumulation, learning rate and momentum are those of the published run.
     learning_rate: Positive = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     device: Device = "auto"
@@ -79,6 +80,7 @@ class CifarConfig(LabConfig):
     def _resolve_archive(cls, archive: str | None) -> str | None:
         if archive is None:
             return None
+        # Not "~user", whose home may not exist.
         path = Path(archive).expanduser() if archive.startswith("~/") else Path(archive)
         if kind_of_path(path) != "file" or not os.access(path, os.R_OK):
             raise ValueError(
@@ -96,11 +98,13 @@ class CifarConfig(LabConfig):
 def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
     """Plan one point per seed. ParameterError for an archive that is not CIFAR-100's."""
     device = machine.device(config.device)
+    # Left out, not refused: the default names all implementations, on every machine.
     names = [name for name in config.implementations if device == "cuda" or name != TORCH_SYNC]
     if not names:
         raise ParameterError(
             "cifar100: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors"
         )
+    # Recorded with the point: a training resumes with the same images only.
     dataset = config.dataset
     md5 = None if dataset == DIGITS else CIFAR100_MD5
     if config.archive is not None:
@@ -244,6 +248,7 @@ LAB = Lab(
             table=same_training,
             measured=LABKIT,
             predicted=TORCH,
+            # Smaller differences at the end of training count as none.
             within=1.03,
             subject="losses and accuracies",
             reference="torch's",

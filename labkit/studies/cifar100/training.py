@@ -62,6 +62,7 @@ class Trainer:
     def __init__(self, implementation: str, recipe: Recipe, seed: int):
         self.implementation = implementation
         self.recipe = recipe
+        # A seed per purpose: another number of draws for one does not change the others.
         torch.manual_seed(seed_of(seed, "weights"))
         dropout = {} if recipe.dropout else {"dropout": (0.0, 0.0)}
         net: nn.Module = SmallConvNet(recipe.classes, **dropout).to(
@@ -113,6 +114,7 @@ class Trainer:
     def validate(self, images: Tensor, labels: Tensor, total: int) -> tuple[float, float]:
         """Return (loss, accuracy) over the shards of all ranks, `total` images together."""
         self.model.eval()
+        # Sums, not means: the shards of the last ranks may have fewer images.
         sums = torch.zeros(3, dtype=torch.float64, device=self.recipe.device)
         # Equally many passes on every rank: a wrapper may synchronize buffers in each.
         passes = -(-total // (dist.get_world_size() * MAX_VALIDATED))

@@ -119,6 +119,7 @@ def read_data(
     """
     images = digits() if dataset == DIGITS else _read_archive(archive, md5)
     validated = len(images.validation[1])
+    # All images: a mean over fewer would depend on the number of ranks.
     rows = -(-validated // dist.get_world_size())
     start = dist.get_rank() * rows
     pixels, classes = (part[:max_images] for part in images.training)
@@ -247,8 +248,9 @@ def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, An
         dropout=False,
         dtype=torch.float64,
     )
+    # Batch norm over all ranks has the statistics of their images together.
     alone = recipe
-    if name in SYNCHRONIZED:  # its statistics are those of the images of all ranks
+    if name in SYNCHRONIZED:
         alone = replace(recipe, batch=ranks * recipe.batch)
     trainer = Trainer(name, recipe, seed)
     reference = Trainer(ALONE, alone, seed)
@@ -275,6 +277,7 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     update = next(updates_of(len(data.training[0]), recipe, seed, 1, dist.get_world_size()))
     images, labels = (part[update[:, dist.get_rank()].flatten()] for part in data.training)
     dist.barrier()
+    # Named, so that a failure says whose it is.
     with current_alternative.running(name):
         make = partial(Trainer, name, recipe, seed)
         peak = measure_second_peak(

@@ -135,6 +135,7 @@ LAB = Lab(
             table=efficiency,
             measured="efficiency",
             predicted="formula_efficiency",
+            # The formula has the arithmetic alone, and no messages.
             within=1.25,
             subject="efficiencies",
             reference="the formula",

@@ -52,7 +52,7 @@ class DataParallelConfig(DeviceConfig):
     context_lengths: Some[Count] = [32]
     image_size: Annotated[int, Field(ge=32, le=4096)] = 32
     micro_batches: Annotated[int, Field(ge=2, le=1024)] = 2
-    warmup: Warmup = 0
+    warmup: Warmup = 0  # the check has run steps already
     rounds_s: Seconds | None = 2.5
 
 
@@ -279,7 +279,7 @@ LAB = Lab(
                 hue="implementation",
                 panel="workload",
                 at=LARGEST,
-                log="",
+                log="",  # throughput that grows with the ranks is a straight line
             ),
         ),
         Compare(

@@ -260,8 +260,7 @@ def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, flo
     """Return (start, end) in seconds, by lane.
 
     Backward ends with the last gradient on a CPU, and with its last kernel other than a collective
-    on a GPU; what the wrapper launches when it finishes comes after. A barrier before the step may
-    be an all-reduce as well.
+    on a GPU; what the wrapper launches when it finishes comes after.
     """
     collectives = [event for event in events if event.name.startswith(COLLECTIVES)]
     others = [
@@ -276,6 +275,7 @@ def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, flo
     last = [event for event in others if event.name == LAST_GRADIENT]
     if last:
         boxes[BACKWARD] = [(boxes[BACKWARD][0][0], _span(last)[1])]
+    # Without the barrier's own all-reduce, which comes before.
     start = boxes[FORWARD][0][0]
     return boxes | {ALL_REDUCE: [_span([event]) for event in collectives if event.start_s >= start]}
 

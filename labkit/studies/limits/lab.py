@@ -34,6 +34,7 @@ ITSELF_RANKS = 2
 
 
 class LimitsConfig(DeviceConfig):
+    # At least 8: a matmul of the batched one has an eighth of the largest side.
     matmul_sizes: Some[Annotated[int, Field(ge=8, le=2**15)]] = [2**k for k in range(4, 12)]
     """Rows of square matrices."""
     dtypes: Some[Literal["float32", "float64", "bfloat16", "float16"]] = ["float32", "bfloat16"]
@@ -235,6 +236,7 @@ LAB = Lab(
     },
     worker=measure,
     points=points,
+    # Rows of most sweeps have no alternatives: the sweep names what failed.
     alternatives=("way", "sweep"),
     names={1: "one thread", 2: "work with two threads"}
     | {n: f"work with {n} threads" for n in range(3, 257)},

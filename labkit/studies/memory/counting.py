@@ -62,6 +62,7 @@ class CountedStep:
 
     def full_step(self) -> None:
         """Run one step with AdamW's states allocated, as in every step but the first."""
+        # An update alone makes the states, without the allocations of another step.
         for parameter in self.step.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.step.optimizer_step()
@@ -97,6 +98,7 @@ class CountedStep:
 
 def _name_source(path: str) -> str:
     """Return the name of a file of the model; "" for one that is not under study."""
+    # Lines of the model, not of the lab that calls it.
     if "labkit/nn/" in path:
         return path.rpartition("/")[2]
     return user_file(path)

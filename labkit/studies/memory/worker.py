@@ -102,6 +102,7 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     with record_allocations(point.device) as record:
         step = TrainingStep(**_step_arguments(point))
         run = {INFERENCE: step.infer, FORWARD: step.forward, FULL_STEP: step.run}[phase]
+        # Allocates what stays, such as AdamW's states, which every later step has.
         run()
         step.drop_gradients()
         for repeat in range(point.repeats):
@@ -181,6 +182,7 @@ def _check_segment(
         actual = gradients(step.model)
     finally:
         step.drop_gradients()
+    # Compared with itself, it is right: the others are compared with it.
     if segment == NO_CHECKPOINTS:
         expected |= actual
     error = largest_difference(actual, expected)

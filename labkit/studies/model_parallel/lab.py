@@ -36,6 +36,7 @@ from labkit.studies.shared.verification import verify_plan
 
 class ModelParallelConfig(DeviceConfig):
     world_sizes: Some[SeveralRanks] = [2]
+    # Multiples of 16: eight heads, whose dimension is even for rotary positions.
     widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512]
     """Of models cut by tensor; a pipeline takes the first at which a stage takes 5 ms."""
     layers: Count = 2
@@ -48,6 +49,7 @@ class ModelParallelConfig(DeviceConfig):
     model_batch: Count = 1
     """Its sequences per rank; each is a micro-batch of the pipeline."""
     axes: Some[Annotated[str, one_of(lambda: AXES)]] = list(AXES)
+    # The check has run steps already.
     warmup: Warmup = 0
     rounds_s: Seconds | None = 2.0
 

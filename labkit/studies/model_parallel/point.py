@@ -20,7 +20,9 @@ SEQUENCE = ", sequence parallel"
 # The whole model on one rank; tensor parallelism by transport, with sequence parallelism and
 # without.
 WAYS = (ALL_CORES, WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
+# Tensor parallelism divides heads: over 2, 4 or 8 ranks, as the profiles have.
 HEADS = 8
+# Small, so that the layers, which are split, cost most.
 VOCABULARY = 128
 # Of AdamW. Ranks add gradients in another order than one process: with `eps` below their rounding,
 # the sign of noise would decide an update.
@@ -45,7 +47,6 @@ class ModelParallelPoint(ModelPoint):
     @property
     def shape(self) -> TransformerShape:
         """The named size, or the widest model."""
-        # Its vocabulary is small, so that the layers, which are split, cost most.
         d = max(self.widths, default=2 * HEADS)
         wide = TransformerShape(
             d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY

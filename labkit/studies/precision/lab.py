@@ -80,6 +80,7 @@ def sums(results: Results) -> pd.DataFrame:
 
 def final_sums(results: Results) -> pd.DataFrame:
     """Return the last sum of each variant."""
+    # Rows come in the order of additions.
     return sums(results).groupby(["device", "variant"], sort=False).tail(1)
 
 
@@ -141,6 +142,7 @@ LAB = Lab(
             id="dtypes",
             text="Which dtype does each part of a model have under autocast?",
             table=dtypes,
+            # On the GPU if there is one, which comes last; none if bfloat16 was left out.
             pick=lambda table: max(table.index[table["autocast"] == "bfloat16"], default=None),
             configuration=("device", "model"),
             says=(

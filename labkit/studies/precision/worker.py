@@ -172,6 +172,7 @@ def _measure_speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
 
 def _run(step: TrainingStep, mode: str, precision: str) -> None:
     """Run the forward pass with its graph, and in mode `BOTH` the backward pass."""
+    # All precisions have one model and batch, by which they are compared.
     step.autocast_dtype = AUTOCAST_DTYPES[precision]
     step.forward()
     if mode == BOTH:

@@ -44,6 +44,7 @@ class ShardingConfig(DeviceConfig):
     memory_world_sizes: WorldSizes = [2]
     batch: Count = 1
     context_length: Count = 32
+    # The check has run steps already.
     warmup: Warmup = 0
     rounds_s: Seconds | None = 6.0
 
@@ -223,6 +224,7 @@ LAB = Lab(
             table=held,
             measured="held_bytes",
             predicted="formula_bytes",
+            # An optimizer also counts its steps, in a number per tensor.
             within=1.01,
             subject="bytes held",
             reference="the formulas",

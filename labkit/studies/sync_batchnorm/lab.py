@@ -29,6 +29,7 @@ from labkit.studies.sync_batchnorm.worker import (
 
 class SyncBatchNormConfig(DeviceConfig):
     world_sizes: Some[SeveralRanks] = [2, 4]
+    # At least 4: two ranks with two rows each, which plain BatchNorm needs.
     batches: Some[Annotated[int, Field(ge=4, lt=2**31)]] = [32, 64]
     """Rows of all ranks together."""
     features: Some[Count] = [128, 256, 512, 1024]

@@ -207,6 +207,7 @@ LAB = Lab(
     worker=worker.measure,
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
+    # Only compiled steps have alternatives: elsewhere the sweep names what failed.
     alternatives=("implementation", "sweep"),
     names={
         worker.EAGER: "the eager one",

@@ -71,6 +71,7 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
 
 def ingredients(results: Results) -> pd.DataFrame:
     """Return the combined configuration by model and ranks, and its changes in words."""
+    # Each rank has a row, with the same configuration.
     rows = results.rows(["model", "world_size", *FIELDS], implementation=JOINED)
     table = rows.drop_duplicates().reset_index(drop=True)
     return table.assign(changes=[_describe_changes(row) for row in table.to_dict("records")])

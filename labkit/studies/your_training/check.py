@@ -28,6 +28,7 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
     `loss_change`: of the loss after `TRAINED_STEPS`, relative to yours. `first_s`: seconds of the
     first pass, with compilation. `is_exact`: whether all differences are rounding.
     """
+    # Workers draw random numbers of their own: then inputs differ, and so do trained losses.
     batch, other_batch = (first_batch(loop.training, seed) for loop in (yours, changed))
     draws_differently = largest_batch_difference(batch, other_batch) > 0
     models = [loop.training.model for loop in (yours, changed)]
@@ -107,6 +108,7 @@ def gradient_error(
 
 def is_random(loop: Loop, batch: Any, seed: int) -> bool:
     """Return whether the loss depends on the state of the random numbers, as under dropout."""
+    # Not by looking for dropout: a loss may draw numbers anywhere.
     losses = []
     for number in (seed, seed + 1):
         seed_everything(number)

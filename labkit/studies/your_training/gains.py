@@ -41,6 +41,7 @@ def gains(results: Results) -> pd.DataFrame:
     # Each change was compared with yours of the same minutes.
     yours_s = samples[samples["change"] == YOURS].groupby("session")["seconds"].median()
     saved_s = table["session"].map(yours_s).astype(float) * (1 - table["ratio"].astype(float))
+    # Only compiling takes time before the first step that it saves.
     is_compiled = table["made_of"].astype(str).str.contains(COMPILE)
     is_faster = table["verdict"] == "faster"
     pays_after = np.ceil(table["first_s"].astype(float) / saved_s)

@@ -55,6 +55,7 @@ def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainin
         "file": absolute_target(config.file) if config.file else "",
         "arguments": tuple(sorted(config.arguments.items())),
     }
+    # No changes in the others: a point's time is planned by them.
     yield YourTrainingPoint.of(config, sweep="step", changes=(), **shared)
     if config.changes:
         yield YourTrainingPoint.of(config, sweep="changes", **shared)

@@ -48,14 +48,12 @@ class Loop:
         loader = self.training.batches
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
             return 0
+        # torch's default is 2 per worker.
         return loader.num_workers * (loader.prefetch_factor or 2)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Run a turn, in which the loop's settings hold.
-
-        The loader's workers end with it: they would work during the turns of others.
-        """
+        """Run a turn, in which the loop's settings hold and the loader's workers live."""
         with ExitStack() as settings:
             for context in self.turn_contexts:
                 settings.enter_context(context())
@@ -64,16 +62,15 @@ class Loop:
             try:
                 yield
             finally:
+                # Workers would go on during the turns of others, and a batch would fill memory.
                 if self.prefetched:
                     self._stop_workers()
                 self._batch = None
 
     def reach_steady_state(self) -> None:
-        """Run steps until the loader's workers are in the middle of an epoch.
-
-        Their first batches are late, or were prepared while nobody needed them. And the first step
-        after a fork copies the pages that it writes.
-        """
+        """Run steps until the loader's workers are in the middle of an epoch."""
+        # Their first batches are late, or were prepared while nobody needed them. And the first
+        # step after a fork copies the pages that it writes.
         for _ in range(self.prefetched):
             self.step()
 
@@ -135,6 +132,7 @@ class Loop:
         self.use(batch)
         loss = float(self.forward().detach())
         self.backward()
+        # Copied in float32: the next pass writes into the same tensors, and 16 bits are compared.
         gradients = {
             name: parameter.grad.detach().float().clone()
             for name, parameter in self.training.model.named_parameters()

@@ -23,10 +23,9 @@ def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
     `holder`: "parameters", "optimizer states", "gradients", or the line of the reader's that
     allocated it, in the backward pass the line that is differentiated. Bytes are counted from what
     operators return, without a kernel's scratch and the allocator's rounding.
-    The batch does not count: it is the loader's.
     """
     training = loop.training
-    loop.take_batch()
+    loop.take_batch()  # before the ledger: the batch is the loader's
     with AllocationLedger(device=str(training.device), source=user_file) as ledger:
         loop.forward()
         loop.backward()

@@ -113,6 +113,7 @@ def _import(path: Path) -> Any:
     """Import a file under its own name, as its own folder would; once per process."""
     name = path.stem
     loaded = sys.modules.get(name)
+    # Running it once more would make its classes anew, and instances of the old ones would not fit.
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
     # In its place, the file would change what other modules have imported: random.py, say.
@@ -147,6 +148,7 @@ def errors_in_one_line(what: str) -> Iterator[None]:
     except SetupError:
         raise
     except (Exception, SystemExit) as error:
+        # Its row says "oom": it is no mistake of the setup's.
         if isinstance(error, Exception) and is_out_of_memory(error):
             raise
         text = str(error).strip().partition("\n")[0][:200]
@@ -211,10 +213,12 @@ def _checked(result: Any) -> Training:
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise SetupError(f"expected a model on one device, got {', '.join(sorted(devices))}")
+    # These can be iterated, too, but not by batches.
     if isinstance(batches, (Tensor, str, dict)) or not isinstance(batches, Iterable):
         raise SetupError(
             f"expected batches to be a DataLoader or a list of batches, got {describe(batches)}"
         )
+    # `nn.CrossEntropyLoss`, without parentheses, can be called, and returns a module.
     if not callable(loss) or isinstance(loss, type):
         raise SetupError(
             f"expected the loss to be a function of the model and a batch, got {describe(loss)}"
@@ -228,6 +232,7 @@ def _checked(result: Any) -> Training:
         ):
             more = ": a training with several cannot be tried"
         raise SetupError(f"expected one torch optimizer, got {describe(optimizer)}{more}")
+    # Of a model that was built twice, the optimizer would update the other one.
     owned = {id(parameter) for parameter in model.parameters()}
     groups = [one for group in optimizer.param_groups for one in group["params"]]
     if not any(id(parameter) in owned for parameter in groups):

@@ -9,7 +9,7 @@ import timeit
 import numpy as np
 
 CALLS = 25
-LENGTH = 200_000
+LENGTH = 200_000  # with the loop below, some 4 ms per call
 
 
 def time_yardstick() -> list[float]:
