@@ -2,9 +2,8 @@
 missed.
 
     python benchmarks/against_torch.py     # all that run on a CPU: some ten minutes
-    python benchmarks/against_torch.py --only all_reduce --worlds 2 4 8 --sizes 4096 1048576
-    --algorithms auto ring python benchmarks/against_torch.py --only data_parallel sharding --rounds
-    30
+    python benchmarks/against_torch.py --only all_reduce --worlds 2 4 8 --algorithms auto ring
+    python benchmarks/against_torch.py --only data_parallel sharding --rounds 30
 
 Alternatives take turns on ranks under SCHED_BATCH, one thread each, shuffled every round. Ranks
 begin a turn at one moment, and the slowest counts. A ratio is labkit's time over torch's: below 1
@@ -187,6 +186,7 @@ KINDS = {"all_reduce": all_reduces} | {
 def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
     """Time every contest of a kind on these ranks: a line and whether it misses its bound, per
     pair."""
+    # Ranks share the cores: with a thread per core each they would wait for one another.
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
     lines = []
@@ -232,7 +232,10 @@ def _line(
     ratio = compare(own, theirs)
     bound = contest.pairs[pair]
     has_missed = bound is not None and ratio.value > bound
-    verdict = "" if bound is None else f"  at most {bound:.2f}: {'MISSED' if has_missed else 'met'}"
+    verdict = ""
+    if bound is not None:
+        outcome = "MISSED" if has_missed else "met"
+        verdict = f"  at most {bound:.2f}: {outcome}"
     ms = f"{median(own) * 1e3:9.3f} ms / {median(theirs) * 1e3:9.3f} ms"
     interval = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
     about = f"{bandwidth / 1e9:5.1f} GB/s  {contest.title:28} {' / '.join(pair):42}"

@@ -54,11 +54,13 @@ def print_agreement(pairs: list[Pair]) -> bool:
             busy = ", busy" if any(run.is_busy for run in pair.runs) else ""
             print(f"{outcome:8} {pair.lab.name}.{question}: {verdicts}{busy}")
             is_comparison = isinstance(pair.lab.question(question), Compare)
-            (comparisons if is_comparison else others)[outcome] += 1
+            counts = comparisons if is_comparison else others
+            counts[outcome] += 1
     for name, counts in (("comparisons", comparisons), ("checks and reports", others)):
         share = counts["agree"] / max(1, counts.total())
         print(f"{name}: {counts['agree']} of {counts.total()} agree ({share:.0%}): {dict(counts)}")
     has_opposite = comparisons["opposite"] + others["opposite"] > 0
+    # At least one: two folders without a comparison in common do not agree.
     enough = max(1.0, MIN_AGREEMENT * comparisons.total())
     return not has_opposite and comparisons["agree"] >= enough
 

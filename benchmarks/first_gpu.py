@@ -67,6 +67,7 @@ def _run(step: Step, log) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        # A group of its own: what a step has started ends with it.
         start_new_session=True,
     )
     has_hung = threading.Event()

@@ -106,6 +106,8 @@ def fit_time(published: Runs, mask: np.ndarray) -> dict[str, float]:
     runs = published.take(mask)
     measured = published.step_s[mask]
     _, codes, counts = np.unique(published.table[mask], return_inverse=True, return_counts=True)
+    # Errors are squared, so each of n rows counts n^-1/2 and their table n^1/2: the largest table
+    # does not decide alone, nor the smallest as much as it.
     weight = counts[codes] ** -0.25
     weight /= weight.mean()
     predict_step_s(runs)  # its columns are shared by every evaluation
@@ -349,7 +351,7 @@ def write(
     table = pd.DataFrame.from_dict(widths, orient="index", columns=["low", "high"])
     table.to_csv(DATA / "intervals.csv", index_label="width", float_format="%.4f")
     scores.to_csv(DATA / "cross_validated.csv", index=False, float_format="%.5g")
-    held_out_s.cache_clear()
+    held_out_s.cache_clear()  # it has read cross_validated.csv, which is new now
     score_layouts(published).to_csv(DATA / "chosen_layouts.csv")
 
 

@@ -42,14 +42,18 @@ def model_parts(published: Runs) -> NDArray[np.intp]:
     all tables."""
     shapes = np.stack([published.layers, published.hidden, published.heads, published.ffn])
     _, first, codes = np.unique(shapes, axis=1, return_index=True, return_inverse=True)
-    return np.asarray(first.argsort().argsort()[codes.ravel()] % N_PARTS)
+    # Numbered as they first appear, not by size: every part has small and large models.
+    numbers = first.argsort().argsort()
+    return np.asarray(numbers[codes.ravel()] % N_PARTS)
 
 
 def make_folds(runs: Runs) -> Iterator[Fold]:
     """Yield the folds with timed runs to judge, those that extrapolate first."""
     is_large = runs.gpus > 64
     is_measured = runs.table != "vtrain_singlenode"  # the latter is from profiled kernels
+    # Frameworks that share code are hidden together: the other's runs would say as much.
     families = np.array([PARENTS.get(name, name) for name in runs.framework.tolist()])
+    # Only GPUs whose generation has another: one alone is the fold without its generation.
     cards = [
         rows
         for rows in _each(runs.card)
@@ -77,14 +81,13 @@ def make_folds(runs: Runs) -> Iterator[Fold]:
         "without the model": _each(model_parts(runs)),
         "without the run": _each(np.random.default_rng(0).integers(0, 3, len(runs))),
     }
-    for name, rows in ((name, rows) for name, each in parts.items() for rows in each):
-        fold = (
-            Fold(name, rows & is_large, rows | is_large)
-            if "beyond 64" in name
-            else Fold(name, rows, rows)
-        )
-        if (fold.is_judged & is_timed(runs)).any():
-            yield fold
+    for name, each in parts.items():
+        for rows in each:
+            fold = Fold(name, is_judged=rows, is_hidden=rows)
+            if "beyond 64" in name:
+                fold = Fold(name, is_judged=rows & is_large, is_hidden=rows | is_large)
+            if (fold.is_judged & is_timed(runs)).any():
+                yield fold
 
 
 def _each(column: NDArray[np.generic]) -> list[Flags]:

@@ -93,17 +93,15 @@ class Resources(NamedTuple):
 
     def faults(self, capability: int) -> list[str]:
         """Reasons against shipping this tile."""
-        spills = [f"{self.spills_in_loops} spills in loops"] if self.spills_in_loops else []
-        shared = (
-            ["too much shared memory"]
-            if self.shared_bytes > CHIPS[capability].block_kib * 1024
-            else []
-        )
-        return (
-            spills
-            + shared
-            + (["too much tensor memory"] if self.tensor_columns > TENSOR_COLUMNS else [])
-        )
+        faults = []
+        # Outside of loops a spill costs a few instructions per block, and counts for nothing.
+        if self.spills_in_loops:
+            faults.append(f"{self.spills_in_loops} spills in loops")
+        if self.shared_bytes > CHIPS[capability].block_kib * 1024:
+            faults.append("too much shared memory")
+        if self.tensor_columns > TENSOR_COLUMNS:
+            faults.append("too much tensor memory")
+        return faults
 
 
 def compile_tile(
@@ -218,10 +216,12 @@ def _read_code(listing: str) -> networkx.DiGraph:
     texts: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
-        if match := re.match(r"(\.L_x_\d+):", line):
-            labels[match[1]] = len(texts)
-        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            texts.append(match[1])
+        label = re.match(r"(\.L_x_\d+):", line)
+        instruction = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line)
+        if label:
+            labels[label[1]] = len(texts)
+        elif instruction:
+            texts.append(instruction[1])
     flow = networkx.DiGraph()
     for index, text in enumerate(texts):
         name = re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
@@ -340,21 +340,22 @@ def _segment(instruction: Any) -> str:
 
 def _shared_bytes(name: str, text: str) -> float:
     """Bytes of shared memory that a warp moves by one instruction."""
-    if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):  # of four warps
-        rows, columns, depth = map(int, match.groups())
+    product = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name)
+    if product:
+        rows, columns, depth = map(int, product.groups())
+        # The right operand is always in shared memory, the left one may be in registers.
         from_registers = re.search(r"HGMMA\S* R\d+, R\d+", text) is not None
-        return (
-            (4 if "TF32" in name else 2) * depth * (columns + (0 if from_registers else rows)) / 4
-        )
+        lines = columns if from_registers else columns + rows
+        item_bytes = 4 if "TF32" in name else 2
+        return item_bytes * depth * lines / 4  # four warps make one product
     if not re.match(r"LDS|STS|LDGSTS|SHFL", name):
         return 0
-    return (
-        512
-        if re.search(r"LDGSTS|\.4|\.128", name)
-        else 256
-        if re.search(r"\.2|\.64", name)
-        else 128
-    )
+    # 32 threads move 16, 8 or 4 bytes each.
+    if re.search(r"LDGSTS|\.4|\.128", name):
+        return 512
+    if re.search(r"\.2|\.64", name):
+        return 256
+    return 128
 
 
 def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:

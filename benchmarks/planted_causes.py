@@ -272,6 +272,7 @@ def _text_of(line: str) -> str:
 
 def true_size(file: Path, cause: str) -> TrueSize:
     """Return the median difference between the steps of the two setups."""
+    # Spawned, since a fork would inherit the threads that torch has started here.
     context = multiprocessing.get_context("spawn")
     pipes = []
     processes = []
@@ -411,6 +412,7 @@ def check_nothing(folder: Path, n_runs: int) -> int:
         print(f"run {number}: {describe_gain(row)}", flush=True)
     n_false = sum(verdict != NO_DIFFERENCE_SHOWN for verdict in verdicts)
     print(f"{n_false} false gains or losses in {n_runs} runs")
+    # At `FALSE_DISCOVERY_RATE` one false verdict in ten runs may be chance, two hardly ever.
     return max(0, n_false - 1)
 
 
@@ -419,7 +421,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=0, help="runs of a change that changes nothing")
     parser.add_argument("causes", nargs="*", help=f"of {', '.join(CAUSES)}; all by default")
     options = parser.parse_args()
-    if unknown := sorted({*options.causes} - {*CAUSES}):
+    unknown = sorted({*options.causes} - {*CAUSES})
+    if unknown:
         parser.error(f"unknown cause {unknown[0]}; there are {', '.join(CAUSES)}")
     os.environ.update(KEPT_PAGES)  # for the processes that measure, which start later
     with tempfile.TemporaryDirectory() as folder:
