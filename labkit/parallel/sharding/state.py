@@ -39,8 +39,8 @@ from torch import nn
 
 from labkit.parallel.overlap import BackwardPass, Channel
 from labkit.parallel.prepare import disable_compile
-from labkit.parallel.sharding.agreement import PassAgreement
 from labkit.parallel.sharding.hooks import Hook, cast, find_gradient_nodes, register_post_backward
+from labkit.parallel.sharding.pass_agreement import PassAgreement
 from labkit.parallel.sharding.penalty import ShardInLoss
 from labkit.parallel.sharding.sharded import Sharded
 from labkit.parallel.sharding.unit import Options, Unit, uncopyable
@@ -138,7 +138,9 @@ class FSDPState:
             # Its code may run later, and its tensors cannot be looked at without using it up.
             raise ValueError(f"{unit.name} returned an iterator: return outputs in a container")
         if torch.is_grad_enabled():
-            self._register_pre_backward_hook(unit, outputs)
+            has_graph = self._register_pre_backward_hook(unit, outputs)
+            # A module in evaluation may have a graph that nobody will use.
+            self._has_backward |= has_graph and unit.module.training
         if self._backward.is_running:
             return  # its post_backward reshards what is recomputed
         keep_memory = torch.is_grad_enabled() and not self._options.reshard_after_forward
@@ -147,15 +149,15 @@ class FSDPState:
         if unit is self._root:
             self._root_post_forward(keep_memory)
 
-    def _register_pre_backward_hook(self, unit: Unit, outputs: Any) -> None:
+    def _register_pre_backward_hook(self, unit: Unit, outputs: Any) -> bool:
+        """Hook the graph of a unit's outputs; return whether there is one."""
         hook = Hook(self._pre_backward, unit, unit.shard_versions())
         # An input that the unit returns as it is needs none of its parameters.
         nodes = find_gradient_nodes(unit.modules, outputs) - unit.nodes_before
         unit.nodes_before = set()
         for node in nodes:
             node.register_prehook(hook)
-        # A module in evaluation may have a graph that nobody will use.
-        self._has_backward |= bool(nodes) and unit.module.training
+        return bool(nodes)
 
     def _root_post_forward(self, keep_memory: bool) -> None:
         """End a forward pass. A collective if no module in training has made a graph."""
@@ -199,18 +201,20 @@ class FSDPState:
     # Forward and backward
 
     def _unshard_and_prefetch(self, unit: Unit) -> None:
+        following = self._pop_expected(unit)
         unit.unshard()
-        # Started before the wait: its messages travel while this unit computes.
-        self._prefetch_unshard(unit)
+        # Started before the wait: their messages travel while this unit computes.
+        for each in following[: self._options.prefetch]:
+            each.unshard()
         unit.wait_for_unshard()
 
-    def _prefetch_unshard(self, unit: Unit) -> None:
-        """Start to unshard the units that are expected after one that a pass has reached."""
-        if unit in self._expected:
-            position = self._expected.index(unit)
-            del self._expected[position]
-            for each in self._expected[position : position + self._options.prefetch]:
-                each.unshard()
+    def _pop_expected(self, unit: Unit) -> list[Unit]:
+        """Remove a unit that the pass has reached; return those that are expected after it."""
+        if unit not in self._expected:
+            return []
+        position = self._expected.index(unit)
+        del self._expected[position]
+        return self._expected[position:]
 
     # Backward
 
