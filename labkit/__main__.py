@@ -91,7 +91,10 @@ def main() -> None:
         status = 130
     except ParameterError as error:
         status = _print_error(str(error), 2)
-    except (BrokenPipeError, SystemExit):  # click ends with status 1 for a broken pipe
+    except SystemExit as end:
+        # A rank of torchrun other than the first ends with 0; rich, with 1, if nobody reads help.
+        status = 128 + signal.SIGPIPE if end.code else 0
+    except BrokenPipeError:
         if not _has_reader_left():  # a pipe between processes of labkit
             raise
         # Python flushes once more at its end, and would print the error.

@@ -293,8 +293,9 @@ def test_measure_says_why_points_were_skipped_and_they_are_no_failure(
     assert re.search(r"^  1 skipped: needs what this machine has not", complaints, re.MULTILINE)
 
 
-def test_a_reader_that_leaves_ends_a_command_quietly(tmp_path):
-    line = f"{sys.executable} -m labkit --version | true; exit ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_a_reader_that_leaves_ends_a_command_quietly(option):
+    line = f"{sys.executable} -m labkit {option} | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
