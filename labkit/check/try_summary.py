@@ -35,7 +35,13 @@ class Summary:
 
     def finish(self, run: "Run") -> None:
         """Print the changes, why others were not measured, and where the run is."""
-        from labkit.studies.your_training.gains import ARGUMENT, CHANGE, describe_gain, gains
+        from labkit.studies.your_training.gains import (
+            ARGUMENT,
+            CHANGE,
+            describe_effects,
+            describe_gain,
+            gains,
+        )
         from labkit.studies.your_training.rank_tables import STRATEGY
 
         if not self._has_step:
@@ -49,12 +55,8 @@ class Summary:
             self._console.print("changes, each in turns with yours, gradients compared:")
         rows = []
         for row in table.to_dict("records"):
-            effect = ""
-            if not row["is_exact"]:
-                effect = f"changes results: gradients by {100 * row['gradient_error']:.2g}%"
-            if row["less_memory_percent"] > 0:
-                effect = f"{row['less_memory_percent']:.0f}% less memory at the peak"
-            rows.append((f"  {row['change']}", describe_gain(row, is_busy=run.is_busy), effect))
+            gain = describe_gain(row, is_busy=run.is_busy)
+            rows.append((f"  {row['change']}", gain, describe_effects(row)))
         print_table(rows, console=self._console)
         _print_attention(self._console, run)
         _print_arguments(self._console, run)

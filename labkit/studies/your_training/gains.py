@@ -89,8 +89,9 @@ def code(results: Results) -> str:
     blocks = []
     for row in table.to_dict("records"):
         about = f"# {describe_gain(row)}"
-        if not row["is_exact"]:
-            about += f"; changes results: gradients by {row['gradient_error']:.1e}"
+        effects = describe_effects(row)
+        if effects:
+            about += f"; {effects}"
         blocks.append(f"{about}\n{CHANGES[row['change']].code}\n")
     for row in sdpa_gains(results).query("verdict == 'faster'").to_dict("records"):
         about = f"# {row['line']}, attention {row['shape']}: {describe_gain(row)}"
@@ -118,3 +119,16 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
     if row["verdict"] == "slower":
         return f"{-high} to {-low}% more time"
     return f"{NO_DIFFERENCE_SHOWN}: {estimate}"
+
+
+def describe_effects(row: Any) -> str:
+    """Return what a change of `gains` does but to the time, such as "12% less memory at the peak".
+
+    "" if it does nothing else.
+    """
+    effects = []
+    if not row["is_exact"]:
+        effects.append(f"changes results: gradients by {100 * row['gradient_error']:.2g}%")
+    if row["less_memory_percent"] > 0:
+        effects.append(f"{row['less_memory_percent']:.0f}% less memory at the peak")
+    return "; ".join(effects)
