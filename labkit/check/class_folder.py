@@ -98,7 +98,8 @@ def _read_zip(file: str, content: bytes, *, is_inner: bool = False) -> Iterator[
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             files = {
-                PurePosixPath(info.filename): info
+                # Some programs of Windows write its separator, against the format.
+                PurePosixPath(info.filename.replace("\\", "/")): info
                 for info in archive.infolist()
                 if not info.is_dir() and not info.filename.startswith("__MACOSX")
             }

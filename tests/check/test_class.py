@@ -193,6 +193,7 @@ def test_hand_ins_are_known_by_their_card_whatever_a_platform_has_made_of_them(h
     _zip(folder / "123_hand-in-Ann (1).zip", "Ann")
     _zip(folder / "HAND-IN-DORA.ZIP", "Dora")
     _zip(folder / "Eve.zip", "Eve", "Eve/")
+    _zip(folder / "Win.zip", "Finn", "Finn\\")
     _zip(home / "c.zip", "Carla")
     zipfile.ZipFile(home / "c.zip").extractall(folder / "anything")  # as Safari does
     with zipfile.ZipFile(folder / "all.zip", "w") as archive:
@@ -205,7 +206,7 @@ def test_hand_ins_are_known_by_their_card_whatever_a_platform_has_made_of_them(h
     assert holds_hand_ins(str(folder))
     content = read_class(folder)
     names = sorted(one.name for one in content.hand_ins)
-    assert names == ["Ann", "Broken", "Carla", "Carla", "Dora", "Eve"]
+    assert names == ["Ann", "Broken", "Carla", "Carla", "Dora", "Eve", "Finn"]
     assert sorted(content.others) == ["empty.zip", "list.txt"]
     (broken,) = [one for one in content.hand_ins if one.problems]
     assert broken.name == "Broken"
