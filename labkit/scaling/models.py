@@ -304,4 +304,4 @@ def _model(config: Mapping[str, Any], kind: str, name: str) -> Model:
         "tied": kind in _TIED.split() if tie is None else tie,
         "name": letters[:40] or "this model",
     }
-    return validate(Model, values, keys=keys)
+    return validate(Model, values, keys=keys | {"tied": "tie_word_embeddings"})
