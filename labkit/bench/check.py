@@ -15,7 +15,6 @@ backends: Any = torch.backends  # modules whose types are incomplete
 cudnn = backends.cudnn
 
 
-# Columns of a row whose result is right.
 OK = {"status": "ok"}
 
 
@@ -90,11 +89,13 @@ def deterministic_math() -> Iterator[None]:
     values.
     """
     units = (backends.cuda.matmul, backends.mkldnn.matmul, cudnn.conv, cudnn.rnn)
-    flags = (cudnn.deterministic, cudnn.benchmark)
     precisions = [unit.fp32_precision for unit in units]
+    cudnn_had_tf32 = "tf32" in (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    was_deterministic = cudnn.deterministic
+    was_benchmark = cudnn.benchmark
     # The older names set the newer ones too, and must be set first: torch.compile reads them, which
     # raises where the newer ones alone were changed. TORCH_ALLOW_TF32_CUBLAS_OVERRIDE sets both.
-    matmuls = "high" if precisions[0] == "tf32" else "highest"
+    matmuls = "high" if backends.cuda.matmul.fp32_precision == "tf32" else "highest"
     with suppress(RuntimeError):
         matmuls = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -107,8 +108,9 @@ def deterministic_math() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(matmuls)
-        cudnn.allow_tf32 = "tf32" in precisions[2:]
-        cudnn.deterministic, cudnn.benchmark = flags
+        cudnn.allow_tf32 = cudnn_had_tf32
+        cudnn.deterministic = was_deterministic
+        cudnn.benchmark = was_benchmark
         for unit, precision in zip(units, precisions, strict=True):
             unit.fp32_precision = precision
 

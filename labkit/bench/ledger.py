@@ -56,10 +56,10 @@ class Peak:
     live: Sequence[Allocation]
 
     def by_category(self) -> dict[str, int]:
-        return {
-            name: sum(one.n_bytes for one in self.live if one.category == name)
-            for name in _categories(self.live)
-        }
+        totals = dict.fromkeys(_categories(self.live), 0)
+        for allocation in self.live:
+            totals[allocation.category] += allocation.n_bytes
+        return totals
 
 
 class AllocationLedger(TorchDispatchMode):

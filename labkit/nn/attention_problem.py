@@ -109,9 +109,11 @@ class Reference:
 
     def __init__(self, problem: AttentionProblem):
         self.heads = _heads_to_compare(problem)
+        # Output and gradients have the same shapes.
         tensors = [self._select(x) for x in (*problem.inputs, problem.grad_output)]
         self.results = [torch.zeros_like(x, dtype=torch.float64) for x in tensors]
-        sdpa = [torch.zeros_like(x, dtype=torch.float64) for x in tensors]
+        # torch's results in the dtype of the problem: their errors are what rounding may do.
+        rounded = [torch.zeros_like(x, dtype=torch.float64) for x in tensors]
         squares = [x[..., 0].clone() for x in self.results]
         for sequence, (q, k, v, grad) in enumerate(zip(*tensors, strict=True)):
             # In parts: the float64 scores of a long sequence would not fit in memory.
@@ -122,12 +124,12 @@ class Reference:
                 if problem.causal:
                     mask = torch.arange(len(k), device=q.device) <= rows[:, None]
                 _add_part(self.results, sequence, rows, _attend(exact, mask))
-                _add_part(sdpa, sequence, rows, _attend(part, mask))
+                _add_part(rounded, sequence, rows, _attend(part, mask))
                 _add_part(squares, sequence, rows, _squares(exact, mask))
         # A row without terms, as of a key that no query sees, must not divide by zero.
         self._sizes = [x.sqrt().clamp_min(torch.finfo(x.dtype).tiny) for x in squares]
         unit = torch.finfo(problem.q.dtype).eps
-        error, row_error, _ = self._errors(sdpa)
+        error, row_error, _ = self._errors(rounded)
         self.limit = FACTOR * error + unit
         self.row_limit = ROW_FACTOR * row_error + ROW_UNITS * unit
 
@@ -210,6 +212,7 @@ def _attend(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
 
 def _squares(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
     """Return sums of squared terms of each row of output and gradients of q, k, v, (rows,)."""
+    # Their root is the size of a sum of the terms with random signs.
     q, k, v, grad = tensors
     scores = (q @ k.T) * softmax_scale(q)
     if mask is not None:

@@ -30,6 +30,7 @@ from labkit.nn.flash_tiles import DESCRIPTOR_ALIGNMENT, INTERPRETER_TILES, Tile
 # Head dimensions of the kernels, which pad one that is not a power of two.
 HEAD_DIMS = range(16, 257)
 MAX_FLOAT32_HEAD_DIM = 128
+# The first whose tensor cores take bfloat16 and TF32.
 MIN_CAPABILITY = (8, 0)
 
 
@@ -48,7 +49,8 @@ class FlashAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
     ) -> Tensor:
         attention.check_attention_inputs(q, k, v, scale=scale, dtypes=KERNEL_DTYPES)
-        if (reason := unavailable_reason(q.device, q.dtype, q.shape[-1])) is not None:
+        reason = unavailable_reason(q.device, q.dtype, q.shape[-1])
+        if reason is not None:
             raise ValueError(reason)
         q = q.contiguous()
         k = k.contiguous()

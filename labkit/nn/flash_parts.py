@@ -26,7 +26,9 @@ def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     program = tl.program_id(0)
     block = program % blocks
     if LAST_FIRST:
+        # Under a causal mask these see the most keys: begun last, they would run alone.
         block = blocks - 1 - block
+    # In 64 bits, since elements before a head may be more than 2^31.
     return block * BLOCK, (program // blocks).to(tl.int64)
 
 

@@ -78,11 +78,14 @@ def efficiency(results: Results) -> pd.DataFrame:
     # (p+1)/2, and all wait for the last. Blocks on the diagonal, half masked, count as whole ones.
     share = ((p + 1) / (2 * p)).where(table["way"] == worker.RING_CONTIGUOUS, 1.0)
     whole_s = table["seconds_whole"].astype(float)
-    return table.assign(
+    messages_s = predict_messages_s(table, results)
+    table = table.assign(
         efficiency=whole_s / (p * table["seconds"].astype(float)),
         formula_efficiency=share,
-        predicted_efficiency=whole_s / (whole_s / share + p * predict_messages_s(table, results)),
-    ).drop(columns=["low", "high", "n", "calls", "sent_bytes", "formula_sent_bytes"])
+        predicted_efficiency=whole_s / (whole_s / share + p * messages_s),
+    )
+    # The interval is that of the time alone.
+    return table.drop(columns=["low", "high", "n", "calls", "sent_bytes", "formula_sent_bytes"])
 
 
 def sent(results: Results) -> pd.DataFrame:

@@ -294,6 +294,7 @@ LAB = Lab(
             id="largest_model",
             text="Which is the largest model whose training step fits into this machine's memory?",
             table=fits,
+            # Smallest peaks first: the last that fits, or the smallest if none does.
             pick=lambda table: table.index[max(0, table["fits"].sum() - 1)],
             verdict="counted",
             configuration=("batch", "context_length"),

@@ -23,7 +23,8 @@ from labkit.studies.shared.sharding_strategies import takes_an_optimizer
 RankCheck = Callable[[], tuple[bool, str]]
 # Heads, sequences and positions that 2, 3 and 4 ranks divide.
 SHAPE = TransformerShape(d_model=24, d_ff=36, n_layers=2, n_heads=12, vocabulary=24)
-BATCH, LENGTH = 12, 24
+BATCH = 12
+LENGTH = 24
 
 
 def verify_wrapper(mine: Callable[[nn.Module], nn.Module]) -> RankCheck:

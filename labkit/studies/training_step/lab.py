@@ -65,7 +65,8 @@ OPERATORS = Metric(
     (*CONFIGURATION, "profiled", "phase", "family"),
     where={"sweep": "profile"},
 )
-# Kind of pass in the table of shares -> the profiled action and its phases.
+# Kind of pass in the table of shares -> the profiled action and its phases. One profile of a step
+# serves both kinds with a backward pass.
 VIEWS = {
     worker.INFERENCE: (worker.INFERENCE, (FORWARD, "")),
     worker.FORWARD_BACKWARD: (worker.STEP, (FORWARD, BACKWARD)),

@@ -113,6 +113,7 @@ class OperatorClock(TorchDispatchMode):
         self.backward_s: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         """Operators of the forward passes."""
+        # By the number of the autograd node: its backward pass has the same.
         self._forward_calls: dict[int, _ForwardCall] = {}
         self._lines: dict[int, str] = {}
         self._newest_node = 0
