@@ -28,6 +28,7 @@ class TransformerShape:
     def __post_init__(self) -> None:
         if min(self.d_model, self.d_ff, self.n_layers, self.n_heads, self.vocabulary) < 1:
             raise ValueError(f"expected positive sizes, got {self}")
+        # Even, since rotary positions rotate pairs of a head's numbers.
         if self.d_model % (2 * self.n_heads):
             raise ValueError(
                 f"expected d_model to be n_heads times an even head dimension, got {self}"

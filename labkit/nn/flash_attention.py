@@ -153,6 +153,7 @@ def run_kernel(
     name: str, inputs: Sequence[Tensor], causal: bool, scale: float | None
 ) -> list[Tensor]:
     """Run one kernel (see `flash_launch.launch`) with the fastest tile that is right here."""
+    # Under the interpreter, which is thousands of times slower, no tiles are tried.
     tiles: tuple[Tile, ...] = (INTERPRETER_TILES[name],)
     if not INTERPRETED:
         q, k = inputs[:2]

@@ -174,7 +174,8 @@ class RotaryPositions(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the tables; called again for modules that were built on the meta device."""
         context_length, pairs_per_head = self.cosines.shape
-        # On the CPU: not every device has float64.
+        # In float64, as the angle of a late position is thousands of turns, of which only the last
+        # one counts. On the CPU: not every device has float64.
         pairs = torch.arange(0, 2 * pairs_per_head, 2, dtype=torch.float64, device="cpu")
         positions = torch.arange(context_length, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, ROPE_BASE ** (-pairs / (2 * pairs_per_head)))

@@ -222,6 +222,7 @@ LAB = Lab(
             id="bandwidth",
             text="What bandwidth do the links between ranks reach?",
             table=bandwidth,
+            # The peak is the links', and nothing reached it.
             pick=lambda table: table["busbw_gb_per_s"].where(table["kind"] != PEAK).idxmax(),
             configuration=CONFIGURATION,
             says=(

@@ -113,6 +113,7 @@ def growth(results: Results) -> pd.DataFrame:
     ratio = (table["seconds"] / before["seconds"]).where(
         table["sequence"] == 2 * before["sequence"]
     )
+    # The first row's: a run has one mask for all its problems.
     causal = bool(results.frame["causal"].iloc[0])
     sizes = table[["batch", "sequence", "head_dim"]].to_numpy()
     flops = [(1 + BACKWARD_OVER_FORWARD) * forward_flops(*size, causal=causal) for size in sizes]

@@ -50,6 +50,7 @@ COLLECTIVES = (
     "ncclDevKernel_AllReduce",
     "ncclKernel_AllReduce",
 )
+# Autograd runs it once per parameter, when the gradient is complete.
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 ALL_REDUCE = "all-reduce"
 

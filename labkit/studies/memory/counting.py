@@ -85,6 +85,7 @@ class CountedStep:
 
     def part_of_step(self, moment: int) -> str:
         """Return "forward", "backward" or "optimizer"."""
+        # The last part first: its moments come after the start of the one before, too.
         for part in ("optimizer", "backward"):
             if part in self.spans and moment >= self.spans[part][0]:
                 return part

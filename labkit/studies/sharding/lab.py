@@ -101,6 +101,7 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
     transport = POINT_TO_POINT if is_cpu else AUTO
     for world_size, size in product(config.memory_world_sizes, config.sizes):
         is_fewest = world_size == min(config.memory_world_sizes)
+        # Of a run with torch's implementations alone, nothing would be left to measure.
         measured = [name for name in names if is_fewest or name not in TORCHS] or names
         yield point(
             world_size, kind="memory", size=size, transport=transport, implementations=measured

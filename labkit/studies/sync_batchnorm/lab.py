@@ -77,6 +77,7 @@ def split(results: Results) -> pd.DataFrame:
     )
     if not {LABKIT, PLAIN, COLLECTIVES} <= set(wide.columns):
         return pd.DataFrame()
+    # Within each round, whose layers ran one after the other at one speed of the machine.
     added = wide[LABKIT] - wide[PLAIN]
     parts = pd.DataFrame(
         {"added_s": added, "collectives_s": wide[COLLECTIVES], "rest_s": added - wide[COLLECTIVES]}

@@ -85,6 +85,7 @@ def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingSte
 
     for precision, size in product(config.precisions, config.sizes):
         yield point("phases", size, precision)
+    # A process has one first step, so each trial is a point with processes of its own.
     for size, trial in product(config.first_step_sizes, range(config.processes)):
         yield point("first", size, trial=trial, fresh_ranks=True)
     for precision, size in product(config.precisions, config.compiled_sizes):
