@@ -47,7 +47,8 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 10 << 20, 100 << 20)
 BUCKETS_MB = (None, 5.0, 25.0, 100.0)
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
 TOKENS = 64
-MARGIN_S = 0.0005  # until the moment at which ranks begin a turn
+# Until the moment at which ranks begin a turn: they leave a barrier up to 100 us apart.
+MARGIN_S = 0.0005
 
 Action = Callable[[], Any]
 Times = dict[str, NDArray[np.float64]]
@@ -113,7 +114,7 @@ def data_parallel(_: argparse.Namespace) -> Iterator[Contest]:
 
     def find_best(times: Times) -> Times:
         by_median = sorted(times, key=lambda name: -median(times[name]))
-        # the fastest of a kind is the last
+        # The fastest of a kind is the last, which a dictionary keeps.
         return {f"best {name.split()[0]}": times[name] for name in by_median}
 
     actions = {name: partial(backward, name) for name in wrappers}
@@ -218,7 +219,7 @@ def start_together() -> None:
     moment = torch.tensor(time.perf_counter() + MARGIN_S, dtype=torch.float64)
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)
     start = float(moment)
-    # ranks beyond the cores sleep, so the others arrive
+    # With more ranks than cores, one that spins would keep another from arriving.
     if dist.get_world_size() > (os.cpu_count() or 1):
         time.sleep(max(0.0, start - time.perf_counter()))
     while time.perf_counter() < start:

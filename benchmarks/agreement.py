@@ -33,7 +33,8 @@ def newest_pairs(first: Path, other: Path) -> list[Pair]:
         if len(found) < 2:
             print(f"{lab}: not in both folders")
         elif found[0].header.started == found[1].header.started:
-            print(f"{lab}: one run in both folders")  # it would agree with itself
+            # It would agree with itself.
+            print(f"{lab}: one run in both folders")
         else:
             runs += found
     return compare_runs(runs, load_lab) if runs else []

@@ -37,20 +37,19 @@ from labkit.scaling.scores import judge, summarize
 from labkit.scaling.search import PROPOSED, preference_s
 from labkit.scaling.step_time import predict_step_s
 
+# Errors below this count as squares, above as absolute values.
 NOISE = 0.08
-"""Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
+# Shares of the rows of a source that its widths hold, at the low and the high end. Above 90%,
+# since widths hold fewer of the models that they have not seen. Widths of others and of unknown
+# frameworks hold this share of every table, and more of most.
 LEVELS = {"table": (0.98, 0.96), OTHERS: (0.95, 0.9), UNKNOWN: (0.95, 0.9)}
-"""Shares of the rows of a source that its widths hold, at the low and the high end.
-
-Above 90%, since widths hold fewer of the models that they have not seen. Widths of others and of
-unknown frameworks hold this share of every table, and more of most.
-"""
+# Rows of a table with widths of its own, or of a group that is judged.
 MIN_ROWS = 30
-"""Rows of a table with widths of its own, or of a group that is judged."""
+# Rows of a table that judges memory of other frameworks.
 MEMORY_ROWS = 20
-"""Rows of a table that judges memory of other frameworks."""
+# Columns of cross_validated.csv.
 COLUMNS = [
     "fold",
     "key",
@@ -63,15 +62,14 @@ COLUMNS = [
     "distance",
     "situation",
 ]
-"""Columns of cross_validated.csv."""
+# GPUs from which on runs are scored apart.
 LARGE = 1000
-"""GPUs from which on runs are scored apart."""
+# Columns of one training on one number of GPUs, whose published runs differ in their layouts.
 FAMILY = ["table", "name", "gpus", "global_batch", "seq_len", "precision"]
-"""Columns of one training on one number of GPUs, whose published runs differ in their layouts."""
+# Measured layouts of a family, to judge which one is proposed.
 MIN_LAYOUTS = 4
-"""Measured layouts of a family, to judge which one is proposed."""
+# Fitted quantities that memory depends on, and time does not.
 MEMORY = {"activation_scale", "held_gathers"}
-"""Fitted quantities that memory depends on, and time does not."""
 FITTED = [constant for constant in read_constants() if constant.is_fitted]
 TIME_CONSTANTS = [constant for constant in FITTED if constant.quantity not in MEMORY]
 MEMORY_CONSTANTS = [constant for constant in FITTED if constant.quantity in MEMORY]

@@ -14,12 +14,12 @@ from labkit.scaling.published import is_timed
 from labkit.scaling.runs import Flags, Runs
 
 N_PARTS = 6
+# Fold -> fields of its judged runs that are predicted with another value.
 UNKNOWNS = {
     "without the source": {"table": ""},
     "without the source, beyond 64 GPUs": {"table": ""},
     "without the framework": {"table": "", "framework": "generic"},
 }
-"""Fold -> fields of its judged runs that are predicted with another value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,8 @@ def model_parts(published: Runs) -> NDArray[np.intp]:
 def make_folds(runs: Runs) -> Iterator[Fold]:
     """Yield the folds with timed runs to judge, those that extrapolate first."""
     is_large = runs.gpus > 64
-    is_measured = runs.table != "vtrain_singlenode"  # the latter is from profiled kernels
+    # vTrain's single-node table is put together from profiled kernels.
+    is_measured = runs.table != "vtrain_singlenode"
     # Frameworks that share code are hidden together: the other's runs would say as much.
     families = np.array([PARENTS.get(name, name) for name in runs.framework.tolist()])
     # Only GPUs whose generation has another: one alone is the fold without its generation.
@@ -59,7 +60,7 @@ def make_folds(runs: Runs) -> Iterator[Fold]:
         for rows in _each(runs.card)
         if np.isin(runs.architecture[~rows], runs.architecture[rows]).any()
     ]
-    # without whole copies little is left to fit
+    # Not "none": without whole copies little is left to fit.
     shards = [runs.shard == name for name in ("zero1", "zero3", "hsdp")]
     parts = {
         "beyond 64 GPUs": [is_large],

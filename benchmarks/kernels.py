@@ -146,7 +146,7 @@ def compile_tile(
         default=[],
     )
     flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
-    # two groups, of half the queries each
+    # Two groups of warps, of half the queries each.
     computing = 2 * tile.warps if tile.specialize == 2 else tile.warps
     bounds = Bounds(main, computing, flop, dtype, CHIPS[capability])
     tensor_columns = int(getattr(facts, "tmem_size", 0) or 0)
@@ -192,7 +192,7 @@ def _source(kernel: str, tile: Tile, constants: dict[str, Any], dtype: torch.dty
         name: types.get(name, POINTERS[dtype] if "_ptr" in name else "i32")
         for name in function.arg_names
     }
-    # tensors from PyTorch's allocator are aligned; without saying so, loads are not pipelined
+    # Tensors from PyTorch's allocator are aligned; unless that is said, loads are not pipelined.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(signature)
@@ -271,7 +271,7 @@ class Bounds:
     def __init__(
         self, loop: list[Any], warps: int, flop: int, dtype: torch.dtype, chip: Chip
     ) -> None:
-        # TF32 at half the rate, three products for one
+        # Float32 as three products in TF32, each at half the rate.
         self._slow = 2 * 3 if dtype == torch.float32 else 1
         self._chip = chip
         self._warps = warps
@@ -313,7 +313,8 @@ class Bounds:
         free = 0.0  # when the tensor cores have nothing left
         groups: list[float] = []  # when each group of products that may be waited for is done
         starts = []
-        for _ in range(4):  # the first trips fill the queue
+        # The last of four trips counts: the first ones fill the queue.
+        for _ in range(4):
             starts.append(now)
             for unit, part in groupby(loop, key=_segment):
                 instructions = list(part)

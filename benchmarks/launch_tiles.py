@@ -17,8 +17,8 @@ from labkit.nn.flash_checks import Case, fault_in_child
 from labkit.nn.flash_launch import KERNELS
 from labkit.nn.flash_tiles import Tile, tiles_for
 
+# Processes, which mostly import torch and compile; each holds half a GiB of the GPU.
 AT_ONCE = 4
-"""Processes, which mostly import torch and compile; each holds half a GiB of the GPU."""
 
 
 def all_tiles(capability: tuple[int, int]) -> list[tuple[Case, Tile]]:

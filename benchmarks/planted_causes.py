@@ -40,14 +40,14 @@ from labkit.studies.your_training.rank_tables import lateness, scaling
 from labkit.studies.your_training.worker import measure
 
 WITHIN = 0.15
+# Runs of each cause, with a true size before and after each; the median error counts.
 ATTEMPTS = 5
-"""Runs of each cause, with a true size before and after each; the median error counts."""
 WARM_UP_ROUNDS = 1
 MIN_ROUNDS = 3
+# Seconds of the rounds of a true size: single steps vary by a third.
 TRUE_S = 4.0
-"""Seconds of the rounds of a true size: single steps vary by a third."""
+# Seconds of steps between those of the other process: a training runs on and on.
 TURN_S = 0.5
-"""Seconds of steps between those of the other process: a training runs on and on."""
 NOTHING = "nothing"
 KEPT_PAGES = {
     "GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={2**25}:glibc.malloc.trim_threshold={2**31}"
