@@ -58,10 +58,8 @@ def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
 
     Ranks beyond a power of two fold in before and out after.
     """
-    rounds = world_size.bit_length() - 1
-    if world_size > 2**rounds:
-        rounds += 2
-    return MessageCost(rounds, rounds * n_bytes)
+    messages = _rounds(world_size) + _folds(world_size)
+    return MessageCost(messages, messages * n_bytes)
 
 
 def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
@@ -69,10 +67,20 @@ def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
 
     Reduce-scatter by halving, all-gather by doubling; folds as above.
     """
-    rounds = world_size.bit_length() - 1
-    messages, sent = recursive_doubling(world_size, n_bytes)
+    rounds = _rounds(world_size)
+    folds = _folds(world_size)
     shards = 2 * n_bytes * (1 - 2**-rounds)
-    return MessageCost(messages + rounds, sent + shards - rounds * n_bytes)
+    return MessageCost(2 * rounds + folds, shards + folds * n_bytes)
+
+
+def _rounds(world_size: int) -> int:
+    """Return log2 of the largest power of two among `world_size` ranks."""
+    return world_size.bit_length() - 1
+
+
+def _folds(world_size: int) -> int:
+    """Return the messages of the whole tensor that ranks beyond a power of two take."""
+    return 2 if world_size > 2 ** _rounds(world_size) else 0
 
 
 ALL_REDUCES = (ring, butterfly, one_shot, recursive_doubling, halving_doubling)

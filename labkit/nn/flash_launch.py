@@ -42,11 +42,7 @@ def launch(
     or dK and dV, of q, k, v, dO, the logsumexp and delta. With `compile_only` nothing runs.
     """
     q, k, v = inputs[:3]
-    results = [torch.empty_like(q)]  # the output, or dQ
-    if name == "grad_kv":
-        results = [torch.empty_like(k), torch.empty_like(v)]
-    if name == "forward":
-        results.append(results[0].new_empty(results[0].shape[:-1], dtype=torch.float32))
+    results = _allocate_results(name, q, k, v)
     queries = q.shape[-2]
     keys = k.shape[-2]
     head_dim = q.shape[-1]
@@ -64,11 +60,8 @@ def launch(
         return (heads * triton.cdiv(length, constants[block]),)
 
     constants = kernel_constants(head_dim, q.dtype, causal, group=group, interpreted=INTERPRETED)
-    # the best tile varies slowly: lengths and rows are tuned together up to the next power of two
-    sizes = ((max(queries, keys), 8192), (heads * length, 2**20))
-    size_class = tuple(
-        min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes
-    )
+    # The best tile varies slowly: sizes up to the next power of two are tuned together.
+    size_class = (_power_of_2(max(queries, keys), 8192), _power_of_2(heads * length, 2**20))
     kernel = _autotuned(name, tuple(tiles), size_class)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         # Descriptors that a kernel makes stand in memory that Triton asks for at the launch.
@@ -80,6 +73,19 @@ def launch(
         scale = attention.softmax_scale(q, scale)
         start(*inputs, *results, queries, keys, scale, **constants)
     return results
+
+
+def _allocate_results(name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    if name == "grad_kv":
+        return [torch.empty_like(k), torch.empty_like(v)]
+    if name == "grad_q":
+        return [torch.empty_like(q)]
+    return [torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)]
+
+
+def _power_of_2(size: int, largest: int) -> int:
+    """Return the next power of two, from 512 to `largest`."""
+    return min(max(512, triton.next_power_of_2(size)), largest)
 
 
 def delta(output: Tensor, grad_output: Tensor) -> Tensor:
@@ -107,7 +113,7 @@ def kernel_constants(
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "GROUP": group,
         "CAUSAL": causal,
-        # Triton ignores it for half precision
+        # Triton ignores it for half precision.
         "PRECISION": PRECISION if dtype == torch.float32 else "tf32",
         "INTERPRETED": interpreted,
     }

@@ -26,7 +26,7 @@ UNKNOWN = "unknown framework"
 # Log units per root of a unit of distance. Errors hardly grow with the distance, but without a
 # slope models of twice the size are covered in 73%.
 SLOPE = 0.08
-# What the widths of memory begin with.
+# Beginning of the names of memory's widths in intervals.csv; the others are of time.
 MEMORY = "memory, "
 # Tables with enough published peaks for a width of their own.
 MEASURED_MEMORY = ("nanotron", "simumax")

@@ -172,7 +172,7 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     if checkpoints is not None:
         path = checkpoints / point.id / "checkpoint.pt"
     done, rows = _resume(point, trainers, load_checkpoint(path))
-    # A resumed training has them in its checkpoint.
+    # A resumed training has its peaks in its checkpoint.
     if not rows and point.has_memory:
         rows = [_peak_memory(name, recipe, data, point.seed) for name in trainers]
     yield from rows

@@ -85,6 +85,7 @@ def _choose_width(point: ModelParallelPoint, device: str) -> int:
             model = Transformer(shape, context_length=point.context_length)
             hidden = torch.zeros(1, point.context_length, width)
         (layer_s,) = measure_layers(list(model.layers), hidden)
+        # All layers take equally long, and each rank has its share of them.
         if layer_s * point.layers / point.world_size >= LEAST_TASK_S:
             break
     return width
