@@ -25,6 +25,7 @@ from labkit.parallel.gradients import find_overflow, fork_seed, mark_overflow
 from labkit.parallel.layouts import Layout, add_layout
 from labkit.parallel.pipeline_agreement import agree_on_batch, agree_on_inputs
 from labkit.parallel.pipeline_layers import (
+    check_cuts,
     check_state,
     find_tied,
     gather_shapes,
@@ -101,6 +102,7 @@ class Pipeline(nn.Module):
                 raise ValueError(
                     f"expected {n_stages} layers or more with a cost each, got {len(layers)}"
                 )
+            check_cuts(whole, self.group)
             return {
                 "schedule": schedule,
                 "micro_batches": micro_batches,

@@ -85,6 +85,24 @@ def find_tied(
     return [dict(sorted(by_rank.items())) for by_rank in names.values() if len(by_rank) > 1]
 
 
+def check_cuts(layers: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ValueError for a layer that is cut over ranks of the pipeline.
+
+    Only the rank with its stage would compute it, and wait for the others' parts.
+    """
+    ranks = {*dist.get_process_group_ranks(group)}
+    for name, parameter in layers.named_parameters():
+        layout = find_cut(parameter)
+        if layout is None:
+            continue
+        common = ranks.intersection(dist.get_process_group_ranks(layout.group))
+        if len(common) > 1:
+            raise ValueError(
+                f"expected layers that are cut over other ranks than the pipeline's: {name} is cut"
+                f" over ranks {sorted(common)}, which have different stages"
+            )
+
+
 def mark_replicated(whole: nn.Module, local: nn.Module) -> None:
     """Make layers that are not cut the same on tensor-parallel ranks, if others are cut.
 

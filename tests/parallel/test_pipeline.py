@@ -34,6 +34,7 @@ from labkit.parallel.pipeline_schedule import (
     simulate,
 )
 from labkit.parallel.sharding import FSDP
+from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,
@@ -629,3 +630,11 @@ def test_balance() -> list[str]:
     stages = Pipeline(layers, micro_batches=1, costs=measure_layers(layers, torch.ones(256, 6)))
     sizes = gather_json(len(stages.layers))
     return [] if sorted(sizes) == [1, 2] else [str(sizes)]
+
+
+@on_ranks(2)
+def test_a_layer_that_is_cut_over_the_ranks_of_the_pipeline_is_refused() -> list[str]:
+    """Each rank has a part of it, and only the rank with its stage would compute it."""
+    borrowed = tensor_parallel(nn.Sequential(nn.Linear(6, 8)), plan={"0": "rows"}).module[0]
+    make = partial(Pipeline, [borrowed, nn.Linear(8, 6)], micro_batches=1)
+    return find_refusals_that_fail([("0.weight is cut over ranks [0, 1]", make)])
