@@ -276,8 +276,7 @@ def report(
         times = plan_time(pages, deadline)
         print_plan(times, say)
     with closing(Kernel(studies)) as kernel:
-        for page in pages:
-            page = times.limit(page)
+        for page in map(times.limit, pages):
             with progress(page.study.name) as show:
                 result = report_lab(page, output, kernel, show)
             results.append(result)
