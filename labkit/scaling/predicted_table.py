@@ -99,8 +99,8 @@ def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     encoding = getattr(out, "encoding", None) or "utf-8"
     writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
+    # The header is a row, too: columns of the input may have any name.
+    for row in [dict(zip(names, names, strict=True)), *rows]:
         writer.writerow(
             {name: text.encode(encoding, "replace").decode(encoding) for name, text in row.items()}
         )

@@ -160,10 +160,11 @@ class Runs:
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Make a column of an attribute of the runs or their parts, on first use."""
         # A copy has no runs yet, when copying asks for its methods.
-        first = vars(self).get("origin", [None])[0]
+        if "origin" not in vars(self):
+            raise AttributeError(name)
         owners = self.origin
         for part in ("layout", "model", "hardware"):
-            if hasattr(getattr(first, part), name):
+            if hasattr(getattr(owners[0], part), name):
                 owners = self._parts(part)
                 break
         if owners[0] is owners[-1] and len(set(map(id, owners))) == 1:

@@ -187,9 +187,11 @@ def test_a_measured_bandwidth_is_a_column_or_an_option(tmp_path, command):
 
 def test_a_terminal_without_unicode_gets_the_table_all_the_same(tmp_path):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    write_rows(predict_rows(read_rows(_file(tmp_path, _text([GOOD | {"note": "größer"}])))), out)
+    row = GOOD | {"note": "größer", "wofür": "x"}
+    write_rows(predict_rows(read_rows(_file(tmp_path, _text([row])))), out)
     out.flush()
     assert b"gr??er" in out.buffer.getvalue()
+    assert b"wof?r" in out.buffer.getvalue().splitlines()[0]
 
 
 def test_every_published_row_is_read():

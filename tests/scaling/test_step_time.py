@@ -1,5 +1,6 @@
 """Properties of every prediction, whatever its constants."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -236,3 +237,8 @@ def test_three_runs_calibrate_a_slower_site():
 def test_calibration_refuses_too_few_runs_and_impossible_times(times):
     with pytest.raises(ValueError, match="3 runs or more"):
         calibrate(_runs("generic")[: max(len(times), 2)], times)
+
+
+def test_runs_can_be_copied():
+    runs = Runs([run(LLAMA_8B)])
+    assert copy.copy(runs).layers == copy.deepcopy(runs).layers == runs.layers
