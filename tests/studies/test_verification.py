@@ -10,9 +10,9 @@ from labkit.lab.config import ParameterError
 from labkit.lab.user_checks import check_alternative
 from labkit.nn.attention import naive_attention
 from labkit.parallel.context import ring_attention
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP
 from labkit.studies import load_lab
+from tests.parallel.shared_ranks import on_ranks
 
 
 class _Averaged(torch.nn.Module):
@@ -60,14 +60,15 @@ ALTERNATIVES = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("lab", ALTERNATIVES)
 def test_an_own_training_is_compared_with_one_process(lab):
     right, wrong, where = ALTERNATIVES[lab]
     verify = load_lab(lab).verify
-    assert run_ranks(verify(right), world_size=2) == [[True, "equal"]] * 2
-    for is_right, text in run_ranks(verify(wrong), world_size=2):
-        assert not is_right
-        assert where in text
+    assert verify(right)() == (True, "equal")
+    is_right, text = verify(wrong)()
+    assert not is_right
+    assert where in text
 
 
 def test_a_lab_that_measures_no_alternatives_checks_one(monkeypatch):
