@@ -538,20 +538,6 @@ def digest_of(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-MAIN = ("overlapped", "bucketed", "bucketed, shared memory")
-
-
-def cases_of(wrapper: str, world_size: int) -> dict[str, Case]:
-    """All cases of a wrapper, or a quarter of them.
-
-    A quarter on two ranks, if it is simpler than others or differs in an option.
-    """
-    if wrapper in MAIN or world_size > 2:
-        return CASES
-    others = [name for name in WRAPPERS if name not in MAIN]
-    return {name: CASES[name] for name in [*CASES][others.index(wrapper) % 4 :: 4]}
-
-
 @cache
 def reference(case: Case, world_size: int) -> dict[str, list[float]]:
     """The same training by one process, on the shards of all ranks, from rank 0's seed."""
