@@ -234,6 +234,10 @@ ATTENTION: dict[str, tuple[Any, list[str]]] = {
     "sdpa": (sdpa, []),
     "a softmax over other dimensions": (lambda x: (x @ x.mT).softmax(-2) @ x, []),
     "a softmax of no product": (lambda x: x.softmax(-1) @ x.mT, []),
+    "a softmax of a single number": (
+        lambda x: torch.bmm(x[:1, :1], x[:1, :1].mT).squeeze().softmax(0),
+        [],
+    ),
 }
 
 

@@ -70,7 +70,7 @@ def sums(results: Results) -> pd.DataFrame:
     ).dropna()
     error = ((table["sum"] - table["exact_sum"]) / table["exact_sum"]).abs().astype(float)
     # A sum without an error has no number of digits, and no place on the axis.
-    digits = -np.log10(error.where(error > 0).clip(upper=1.0))
+    digits = np.log10(error.where(error > 0).clip(upper=1.0)).abs()
     return table.assign(
         term_error=table["stored_sum"] - table["exact_sum"],
         sum_error=table["sum"] - table["stored_sum"],

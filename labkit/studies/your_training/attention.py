@@ -110,8 +110,9 @@ def _address(tensor: Tensor) -> int:
 
 def _describe(scores: Tensor, dim: int, head_dim: int) -> AttentionShape | None:
     """Describe the attention of which these are the scores; None if it is no attention."""
-    is_last_dim = dim % scores.dim() == scores.dim() - 1
-    if scores.dim() < 3 or not is_last_dim or scores.shape[-1] < MIN_TOKENS:
+    if scores.dim() < 3 or scores.shape[-1] < MIN_TOKENS:
+        return None
+    if dim % scores.dim() != scores.dim() - 1:
         return None
     *leading, queries, keys = scores.shape
     hidden = scores.reshape(-1, queries, keys)[0] < HIDDEN

@@ -290,5 +290,5 @@ CHANGES: Mapping[str, Change] = {
 def apply_all(loop: Loop, names: Iterable[str]) -> None:
     """Apply changes in the order of `CHANGES`, torch.compile last."""
     # A compiler sees what the others have changed.
-    for name in sorted(names, key=lambda name: name == COMPILE):
+    for name in sorted(names, key=lambda name: (name == COMPILE, [*CHANGES].index(name))):
         CHANGES[name].apply(loop)
