@@ -2,8 +2,8 @@
 
 For p ranks and causal attention, in which query i sees keys up to i:
 
-    contiguous    Rank r has the r-th of p parts, and needs r+1 of p blocks of keys. All wait for
-                  the last rank, so ranks work for (p+1)/2p of the time.
+    contiguous    Rank r has the r-th of p parts: it sees all keys of r parts, and half of its own.
+                  All wait for the last rank, so ranks work for p/(2p-1) of the time.
     zigzag        Rank r has the r-th and the r-th last of 2p parts. Its queries see the first half
                   of an earlier rank's block, and their second half sees all of a later rank's.
                   All ranks have equal work.

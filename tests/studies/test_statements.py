@@ -187,6 +187,26 @@ def test_one_rank_that_is_compared_with_several_has_the_cores_of_all():
         assert any(ALL_CORES in getattr(point, name, ()) for point in points for name in PLANNED)
 
 
+def test_what_a_layout_allows_is_the_mean_ranks_share_of_the_last_ones_scores():
+    run = recorded("context_parallel")
+    table = load_lab("context_parallel").question("efficiency").table(run.results())
+    for row in table.to_dict("records"):
+        layout = "contiguous" if "contiguous" in row["way"] else "zigzag"
+        p = int(row["world_size"])
+        # A query at position i sees i + 1 keys.
+        scores = [
+            int((positions_of_rank(int(row["sequence"]), p, rank, layout) + 1).sum())
+            for rank in range(p)
+        ]
+        assert row["formula_efficiency"] == pytest.approx(sum(scores) / (p * max(scores)), rel=0.01)
+
+
+def positions_of_rank(length, p, rank, layout):
+    """What `local_positions` gives a rank, without ranks."""
+    pieces = torch.arange(length).chunk(2 * p if layout == "zigzag" else p)
+    return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
+
+
 def test_the_floor_lies_below_all_that_is_measured():
     times = slowest(
         recorded("all_reduce"), "world_size", "n_bytes", "algorithm", sweep="transports"

@@ -74,9 +74,9 @@ def efficiency(results: Results) -> pd.DataFrame:
     table = table.dropna(subset="seconds_whole").infer_objects()
     table = join(table, sent(results), [*CONFIGURATION, "way"], "left")
     p = table["world_size"].astype(float)
-    # Under a causal mask the last of p contiguous parts attends to p blocks, the mean part to
-    # (p+1)/2, and all wait for the last. Blocks on the diagonal, half masked, count as whole ones.
-    share = ((p + 1) / (2 * p)).where(table["way"] == worker.RING_CONTIGUOUS, 1.0)
+    # Under a causal mask the last of p contiguous parts attends to p - 1/2 blocks, as its own is
+    # half masked, and the mean part to p/2. All wait for the last.
+    share = (p / (2 * p - 1)).where(table["way"] == worker.RING_CONTIGUOUS, 1.0)
     whole_s = table["seconds_whole"].astype(float)
     messages_s = predict_messages_s(table, results)
     table = table.assign(
@@ -132,7 +132,7 @@ LAB = Lab(
         Check(
             id="efficiency",
             text=(
-                "Is efficiency what the layout allows: 1 for zigzag, (p+1)/2p for contiguous on p"
+                "Is efficiency what the layout allows: 1 for zigzag, p/(2p-1) for contiguous on p"
                 " ranks?"
             ),
             table=efficiency,
