@@ -19,7 +19,7 @@ from labkit.lab.metric import Results
 from labkit.lab.project import notebook_path
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES
-from labkit.studies.your_training.gains import describe_effects
+from labkit.studies.your_training.gains import describe_effects, describe_gain
 from labkit.studies.your_training.lab import LAB, is_example
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
@@ -295,6 +295,11 @@ def test_a_change_that_saves_memory_and_changes_results_says_both() -> None:
     assert "0.4%" in said
     assert "30% less memory" in said
     assert describe_effects({"is_exact": True, "less_memory_percent": math.nan}) == ""
+
+
+def test_a_change_that_takes_longer_takes_more_and_not_negatively_less() -> None:
+    row = {"less_percent": -13.2, "less_low_percent": -31.0, "less_high_percent": 1.0}
+    assert describe_gain(row, is_busy=True) == "13% more [-1, 31]"
 
 
 def test_a_loader_of_workers_gives_the_same_batches() -> None:

@@ -107,7 +107,10 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
     """
     low = round(row["less_low_percent"])
     high = round(row["less_high_percent"])
-    estimate = f"{row['less_percent']:.0f}% less [{low}, {high}]"
+    if row["less_percent"] < 0:
+        estimate = f"{-row['less_percent']:.0f}% more [{-high}, {-low}]"
+    else:
+        estimate = f"{row['less_percent']:.0f}% less [{low}, {high}]"
     if is_busy:
         return estimate
     if row["verdict"] == "faster":
