@@ -99,9 +99,11 @@ def _without_empty_sections(cells: list[Any]) -> list[Any]:
     result = list[Any]()
     for cell in reversed(cells):
         is_bare = cell.cell_type == "markdown" and re.fullmatch(r"#+ [^\n]*", cell.source.strip())
-        is_last = not result or (
-            result[0].source.startswith("#") and result[0].cell_type == "markdown"
+        # The next cell that is left, as they are read from the end.
+        following = result[0] if result else None
+        ends_here = following is None or (
+            following.cell_type == "markdown" and following.source.startswith("#")
         )
-        if not (is_bare and is_last):
+        if not (is_bare and ends_here):
             result.insert(0, cell)
     return result

@@ -24,10 +24,19 @@ from labkit.lab.project import write_file
 from labkit.lab.ratios import PLACEMENT, USUAL_VARIATION, compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 
-# Parameters of how often and how long: runs that differ in them are comparable.
-REPETITION = {"seed", "warmup", "repeats", "gain", "rounds_s", "sessions", "timeout_s", "budget_s"}
-# Rounds ended by this width of intervals before `gain` planned them: older runs have it.
-REPETITION.add("ratio_within")
+# Parameters of how often and how long: runs that differ in them are comparable. By `ratio_within`,
+# a width of intervals, rounds ended before `gain` planned them: older runs have it.
+REPETITION = {
+    "seed",
+    "warmup",
+    "repeats",
+    "gain",
+    "ratio_within",
+    "rounds_s",
+    "sessions",
+    "timeout_s",
+    "budget_s",
+}
 # Further fields of a point that do not change what is measured.
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 

@@ -143,7 +143,7 @@ def runs_here(machine: Machine) -> dict[str, Run]:
 
 def _may_recommend(run: Run, machine: Machine) -> bool:
     """Return whether a run is of this machine, whole and quiet."""
-    # Others do not replace the run before them, which is whole.
+    # A run of which this is not true does not replace the one before it.
     header = run.header
     if header.machine.identity != machine.identity or header.profile == "smoke":
         return False

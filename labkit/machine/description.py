@@ -94,7 +94,7 @@ class Machine(BaseModel, frozen=True):
 
     @property
     def gpu_counts(self) -> list[tuple[int, Gpu]]:
-        """Count equal GPUs: [(8, the first of them)]."""
+        """Count neighbors that are equal: [(8, the first of them)]."""
         # Free memory differs between equal GPUs, and with time.
         groups = groupby(self.gpus, key=lambda gpu: gpu.model_copy(update={"free_bytes": None}))
         lists = [list(group) for _, group in groups]

@@ -53,7 +53,7 @@ def check_attention_inputs(
         raise ValueError(f"{expected}, k and v of one shape; got {shapes}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"{expected} with one head_dim; got {shapes}")
-    # A softmax over no keys has no value.
+    # A softmax over no keys has no value, and empty queries, heads or batches are a mistake.
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"{expected}, no dimension empty; got {shapes}")
     # Grouped queries: heads alone may differ, dimension -3.

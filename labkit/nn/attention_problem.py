@@ -169,7 +169,7 @@ def _add_part(
     output, grad_q, grad_k, grad_v = totals
     output[sequence, rows] += terms[0]
     grad_q[sequence, rows] += terms[1]
-    # Every query contributes to all keys and values.
+    # All rows of keys and values: of keys that a causal query does not see, the terms are zero.
     grad_k[sequence] += terms[2]
     grad_v[sequence] += terms[3]
 

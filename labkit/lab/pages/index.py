@@ -176,6 +176,7 @@ def _recommendations(answers: Iterable[Answered], without: Sequence[str]) -> Map
 def _largest_differences(answers: Iterable[Answered]) -> list[Answered]:
     """Return the largest clear effect of each lab, largest first, without expected ones."""
     largest: dict[str, Answered] = {}
+    # From the smallest: a larger one of the same lab takes its place.
     for one in sorted(answers, key=lambda one: one.size):
         answer = one.answer
         is_clear = answer.verdict in ("yes", "no") and change(answer) is not None

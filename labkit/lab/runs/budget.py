@@ -23,7 +23,8 @@ from labkit.machine.description import Machine, describe_machine
 
 # Newest runs of a lab that are read.
 MAX_RUNS = 3
-# Fields that change how long a point takes, not what it measures; older runs have `ratio_within`.
+# Fields by which two points may differ and still do the same work: they say how often it is
+# measured, and on which random numbers. Older runs have `ratio_within`.
 DURATION_FIELDS = {"seed", "timeout_s", "gain", "ratio_within", "repeats", "rounds_s"}
 # Work by which two machines are compared: a matmul and an addition of medium size.
 FLOPS = 1e9

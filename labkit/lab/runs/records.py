@@ -137,7 +137,6 @@ class RunWriter:
         stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
         with _errors_named(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            # Two processes may start a run in one second: the later one's gets a number.
             for suffix in chain([""], (f"-{number}" for number in count(2))):
                 path = directory / f"{stem}{suffix}.jsonl"
                 with suppress(FileExistsError):

@@ -239,7 +239,7 @@ class FSDPState:
         self.set_shard_class(Sharded)
         self._expected = self._order[::-1]
         for unit in self._units:
-            # Another forward pass may have run while they were frozen, or trained.
+            # A user may have frozen or thawed parameters since the forward pass of this backward.
             unit.set_requires_grad_if_needed()
         self._backward.begin(self._root_post_backward_final_callback)
 

@@ -122,7 +122,7 @@ class SharedTransport(Transport):
     def run(self, rounds: Rounds, call: int = 0) -> None:
         if self._rest is not None:
             self._finish()
-        # A message of an earlier or later call of the same kind is another one, too.
+        # The number tells a message from that of an earlier or later call of the same kind.
         numbered = call + (self._n_ended << 32)  # checksums have 32 bits
         self._library.run_rounds(self._link, rounds, numbered, numbered)
 

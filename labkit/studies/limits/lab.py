@@ -183,6 +183,7 @@ def roof(results: Results) -> pd.DataFrame:
     if table.empty:
         return table
     # Left of the ridge FLOP/s grow with the intensity: their ratio is memory's bytes per second.
+    # The lowest intensity is that of an operator by element, left of the ridge of any machine.
     leftmost = table.iloc[0]
     bytes_per_s = leftmost["roof_flops_per_s"] / leftmost["intensity"]
     highest = table["roof_flops_per_s"].max()
