@@ -210,16 +210,19 @@ def plan_rounds(
     table = np.array([samples for parts in pilot.values() for samples in parts.values()])
     numbers = gather_numbers([pilot_s, set_up_s, *table.ravel()])
     # The slowest rank counts, and all ranks must run equally many rounds: one more would hang.
-    pilot_s, set_up_s, *slowest = np.max(numbers, axis=0)
-    budget_s = max(rounds_s, SET_UP_SHARE * set_up_s)
+    slowest_pilot_s, slowest_set_up_s, *slowest = np.max(numbers, axis=0)
+    budget_s = max(rounds_s, SET_UP_SHARE * slowest_set_up_s)
     in_time = most
     if budget_s < math.inf:
-        in_time = max(0, int((budget_s / pilot_s - 1) * PILOT_ROUNDS))
+        # The pilot has taken its part of the budget, and further rounds take as long as its own.
+        left_s = budget_s - slowest_pilot_s
+        in_time = max(0, int(left_s / slowest_pilot_s * PILOT_ROUNDS))
     # Logarithms: a gain is a ratio. Work that takes no time has none.
     if gain > 0 and min(slowest) > 0:
         needed = _needed_rounds(pilot, np.log(slowest).reshape(table.shape), gain)
         needed = min(max(needed, MIN_ROUNDS), most)
         if needed <= in_time:
+            # A pilot that decides how many rounds follow and counts with them claims too much.
             return RoundsPlan(needed, keeps_pilot=False)
     # The time decides, or nothing: then the pilot is as good as any other rounds.
     return RoundsPlan(min(in_time, most - PILOT_ROUNDS), keeps_pilot=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
-from labkit.costs.memory import peak_bytes
+from labkit.costs.memory import HEADROOM, peak_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import SessionPoint
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, has_triton, unavailable_reason
@@ -37,7 +37,6 @@ SHORT_BYTES = 4096
 LONG_BYTES = 4 * 2**20
 # What a rank holds at most: long all-reduces and a training step of the smallest model.
 ALL_RANKS_BYTES = 2**28
-HEADROOM = 1.1  # over the formulas of memory
 FLOPS = "FLOP/s"
 BYTES = "B/s"
 

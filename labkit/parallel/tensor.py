@@ -166,7 +166,8 @@ class TensorParallel(nn.Module):
         # By identity: a layer of another cut model has layouts too, perhaps of other ranks.
         own = {id(layout) for layout in self._layouts.values()}
         for name, parameter in self.module.named_parameters():
-            if own.isdisjoint(map(id, get_layouts(parameter))):
+            was_cut_here = any(id(layout) in own for layout in get_layouts(parameter))
+            if not was_cut_here:
                 raise ValueError(
                     f"{name} was added or replaced after the cut (by an adapter, assign=True or"
                     " to_empty()): change the model, then cut it"

@@ -39,7 +39,7 @@ Ends = tuple[Numbers, Numbers]
 
 
 def find_sources(runs: Runs, measured: Runs) -> Texts:
-    """Return the names of the widths that runs have, (n,)."""
+    """Return by which source each run's interval is as wide as it is, a key of `Widths`, (n,)."""
     # The table that a run is of, if it is measured; else whether its framework is.
     frameworks = {*measured.framework.tolist()} - {GENERIC}
     elsewhere = np.select(

@@ -255,6 +255,7 @@ def stepper(
         "world_sizes": world_sizes,
         "schedules": htmlsafe_json_dumps(schedules),
     }
+    # A page has style and script once, for all of it; an output in a notebook brings its own.
     in_notebook = {"style": Markup(piece_style()), "script": Markup(script())}
     return Piece(
         piece("stepper", **about, inline=in_notebook),

@@ -122,6 +122,7 @@ def _describe(scores: Tensor, dim: int, head_dim: int) -> AttentionShape | None:
     elif torch.equal(hidden, torch.ones_like(hidden).triu(1)):
         mask = "causal"
     return AttentionShape(
+        # Above this function and the finder's: the operator's caller.
         line=user_lines(sys._getframe(2))[0],
         leading=tuple(leading),
         queries=queries,
