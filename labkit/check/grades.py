@@ -1,6 +1,7 @@
 """Grades of a class: the verdict on each student's code, and what a teacher should look at."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ MIN_CLASS = 4
 MAY_DIFFER = ("seed", "timeout_s", "device", "implementations", "algorithms", "alternatives")
 # Fewer lines may be alike by chance: there are not many ways to write them.
 MIN_COPIED_LINES = 4
+# What a task asks for; a teacher's cell may have its stub, which raises.
+SOLUTION = re.compile(r"^(def|class) mine\b(?!.*NotImplementedError)", re.DOTALL | re.MULTILINE)
 NOTHING = "nothing"
 
 
@@ -253,7 +256,9 @@ def _original_cells(students: Sequence[Student], labs: Sequence[str]) -> set[str
         if student.hand_in.notebooks
     ]
     if len(by_student) >= MIN_CLASS:
-        originals |= set.intersection(*by_student)
+        shared = set.intersection(*by_student)
+        # A solution that all have is copied: no teacher hands it out with the task.
+        originals.update(text for text in shared if not SOLUTION.search(text))
     return originals
 
 
@@ -282,7 +287,10 @@ def _flag_copies(students: Sequence[Student], originals: set[str]) -> None:
         for lab, run in student.hand_in.runs.items():
             # The start has microseconds: two runs that share it are one.
             groups[f"{lab}: the same run", run.header.started, *run.header.planned].append(student)
-        for text in {text.strip() for kind, text in student.work if kind == "code"}:
+        code = {text.strip() for kind, text in student.work if kind == "code"}
+        # Also without a notebook, or with other lines around it in its cell.
+        code.update(check["code"].strip() for check in student.hand_in.checks.values())
+        for text in code:
             own_lines = [line for line in text.splitlines() if line.strip() not in original_lines]
             if len(own_lines) >= MIN_COPIED_LINES:
                 groups["the same code", text].append(student)

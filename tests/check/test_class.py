@@ -150,8 +150,10 @@ def test_a_teacher_grades_five_students_and_a_copy_from_one_page(home):
 
 def test_what_a_teacher_has_added_or_asked_for_is_no_copy(home):
     """A changed profile made every student of a class "a copy" of all others."""
+    stub = RING.replace("return tensor", "raise NotImplementedError  # hints by the teacher")
+    given = RING.replace("mine", "reference")
     for number, name in enumerate(("Ann", "Bo", "Cleo", "Dan", "Eve")):
-        own = [RING + "\n# by all", *([RING + f"  # {name}"] if name != "Eve" else [])]
+        own = [stub, given, *([RING + f"  # {name}"] if name != "Eve" else [])]
         _record(home, minutes=number)
         notebook = _notebook(home, *own, profile="smoke")
         write_hand_in(name, ["all_reduce"], home / "class", [notebook])
@@ -161,6 +163,21 @@ def test_what_a_teacher_has_added_or_asked_for_is_no_copy(home):
     texts = {one.name: " ".join(flag.text for flag in one.flags) for one in students}
     assert not any("copy" in text for text in texts.values())
     assert [name for name, text in texts.items() if "untouched" in text] == ["Eve"]
+
+
+@pytest.mark.parametrize("known_by", ["cell", "check"])
+def test_a_solution_that_all_have_is_a_copy(known_by, home):
+    solution = RING.replace("send(step)", "send(step)\n        receive(step)\n        add(step)")
+    for number, name in enumerate(("Ann", "Bo", "Cleo", "Dan", "Eve")):
+        _record(home, minutes=number)
+        if known_by == "check":
+            save_check(ALL_REDUCE, _record, AlternativeCheck("right"))
+        notebooks = [_notebook(home, solution)] if known_by == "cell" else []
+        write_hand_in(name, ["all_reduce"], home / "class", notebooks)
+    students = write_class_page(home / "class", home / "class.html").students
+    copies = [[flag for flag in one.flags if flag.severity == Severity.COPY] for one in students]
+    assert [len(flags) for flags in copies] == [1] * 5
+    assert "Ann" in copies[-1][0].text
 
 
 def test_without_a_check_the_run_grades(home):
