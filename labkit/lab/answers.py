@@ -69,8 +69,7 @@ TOPICS = {
     "checkpointing": "Activation checkpointing",
     "batch_norm": "Batch norm over all ranks",
 }
-NO_ROWS = "This run has no rows for it."
-LEFT_OUT = "This run has no rows for it: its parameters or its machine leave it out."
+LEFT_OUT = "The parameters of this run, or its machine, leave it out."
 NO_CALIBRATION = (
     "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
 )
@@ -104,13 +103,13 @@ class Question:
         if answer is None:
             reason = self.without_rows
             if results.refusal:
-                # One wrong setup refuses every point: that no row is there would name no cause.
+                # One wrong setup refuses every point.
                 reason = results.refusal
             elif self.needs_calibration and results.calibration is None:
                 reason = NO_CALIBRATION
             elif results.missing:
                 # Points that failed, or had no time, may be those it needs: the notes say which.
-                reason = NO_ROWS
+                reason = ""
             return Answer(verdict="not measured", reason=reason, notes=results.missing)
         # Other programs change ratios: of 7, 3 quiet ones lay outside a busy run's intervals.
         return replace(answer, advice=None) if results.is_busy else answer
@@ -143,7 +142,7 @@ class Compare(Question):
         if table.empty:
             if not notes:
                 return None
-            return Answer(verdict="not measured", reason=NO_ROWS, notes=notes)
+            return Answer(verdict="not measured", notes=notes)
         table, pooled = judge_together(table, pool_configurations(table, metric.compare))
         # All configurations together may show what none of them shows by itself.
         leaders = metric.leaders(table) or overall_leaders(pooled)

@@ -89,7 +89,7 @@ class Answer:
 
     verdict: Verdict
     reason: str = ""
-    """Why nothing was measured."""
+    """Why nothing was measured; empty if the notes say it."""
     effect: float = 1.0
     """Median of the ratios that the answer is about; 1 if nothing differs."""
     scope: Scope = ()

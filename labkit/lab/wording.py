@@ -63,9 +63,8 @@ def _sentence(answer: Answer) -> Sentence:
             return _check(answer)
         case Finding():
             return Sentence(answer.says.format_map(_row_words(answer)))
-    # Why an alternative could not run says more than that there are no rows.
-    reasons = [note.reason for note in answer.notes if note.names]
-    return Sentence(_ended([*reasons, answer.reason][0]), "Not measured")
+    cause = _cause(answer)
+    return Sentence(_ended(cause.reason if cause else answer.reason), "Not measured")
 
 
 def _compare(answer: Comparison) -> Sentence:
@@ -297,9 +296,24 @@ def _describe_values(name: str, values: Sequence[Any]) -> str:
     return join_words([label(name, value) for value in values])
 
 
+def _cause(answer: Answer) -> Note | None:
+    """Return the note that says why nothing was measured; None if the answer's reason does."""
+    # Why an alternative could not run says more than why points are missing.
+    by_name = [note for note in answer.notes if note.names]
+    if by_name:
+        return by_name[0]
+    if answer.reason or not answer.notes:
+        return None
+    return answer.notes[0]
+
+
 def notes(answer: Answer) -> list[str]:
     """Word everything that a reader would act on, one sentence each."""
-    sentences = [*answer.remarks, *(describe_note(note) for note in answer.notes)]
+    remaining = list(answer.notes)
+    if answer.verdict == "not measured":
+        # The headline has said it, unless the note also names alternatives.
+        remaining = [note for note in remaining if note.names or note is not _cause(answer)]
+    sentences = [*answer.remarks, *(describe_note(note) for note in remaining)]
     if isinstance(answer, Comparison) and answer.ties:
         sentences.insert(0, f"As good, to within 3%: {join_words(answer.ties)}.")
     return sentences

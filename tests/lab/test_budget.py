@@ -162,9 +162,9 @@ def test_a_lab_that_plans_its_points_later_takes_as_long_as_its_recorded_run(mon
     # on a slow machine; a fast one compiles, too, and the recorded run had a cache
     for pace, points in ((9.0, []), (9.0, planned), (2.0, [])):
         monkeypatch.setattr(budget, "slowness", lambda calibration, machine, pace=pace: pace)
-        assert expected_lab_seconds(lab, points, machine) == pytest.approx(pace * measured)
-    assert expected_lab_seconds(lab, planned, machine) >= COMPILE_S > 2 * measured
-    assert expected_lab_seconds(FAKE, [], describe_machine()) == 0
+        assert expected_lab_seconds(lab, points, machine) == [pytest.approx(pace * measured)]
+    assert sum(expected_lab_seconds(lab, planned, machine)) >= COMPILE_S > 2 * measured
+    assert expected_lab_seconds(FAKE, [], describe_machine()) == []
 
 
 def test_a_machine_is_as_fast_as_itself(monkeypatch):
@@ -228,6 +228,16 @@ def test_labs_share_the_time_that_is_left_and_what_one_took_too_much(monkeypatch
     assert whole.shares() == {LIMITS: 60.0, "b": 40.0}
     now[0] = 1000.0
     assert all(0 < share <= 1 for share in times.shares("b").values())
+    now[0] = 0.0
+    few = ReportTime(
+        {"a": 300.0, "b": 100.0}, deadline=100.0 + 2 * PAGE_S, shortest={"a": 3.0, "b": 40.0}
+    )
+    # b has two points: with a quarter of the time it would measure none of them.
+    assert 40.0 < few.shares()["b"] < 80.0
+    assert sum(few.shares().values()) == pytest.approx(100.0)
+    short = replace(few, deadline=45.0 + 2 * PAGE_S).shares()
+    assert short["a"] > 3.0
+    assert sum(short.values()) == pytest.approx(45.0)
     totals = [ReportTime({"a": seconds}).total_s for seconds in (1.0, 2.0, 3.0)]
     assert all(one < other for one, other in pairwise(totals))
 

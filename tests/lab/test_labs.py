@@ -9,7 +9,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from labkit.lab.answers import NO_ROWS
+from labkit.lab import wording
 from labkit.lab.facts import Note
 from labkit.lab.metric import Results
 from labkit.lab.project import checkout, notebook_path, recorded_directory, reference_directory
@@ -57,7 +57,14 @@ def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
     results = Results(pd.DataFrame(columns=list(columns)), missing=notes)
     answers = load_lab(lab).answers(results)
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
-    assert all(answer.notes == notes for answer in answers.values())
+    for question, answer in answers.items():
+        assert answer.notes == notes
+        reason = answer.reason or notes[0].reason
+        assert headline(answer) == f"Not measured: {reason.removesuffix('.')}."
+        needs = load_lab(lab).question(question).needs_calibration
+        # The real reason alone, and once.
+        assert (reason == notes[0].reason) is not needs
+        assert len(wording.notes(answer)) == needs
 
 
 def test_every_published_measurement_is_shown():
@@ -97,7 +104,7 @@ def test_a_recorded_run_is_complete_and_answers_its_questions(path):
     assert run.pending == []
     not_measured = [answer for answer in answers.values() if answer.verdict == "not measured"]
     assert len(not_measured) <= 1
-    assert all(answer.reason != NO_ROWS or answer.notes for answer in not_measured)
+    assert all(answer.reason or answer.notes for answer in not_measured)
     for answer in answers.values():
         check_headline(headline(answer))
 

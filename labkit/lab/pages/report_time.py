@@ -16,6 +16,9 @@ from labkit.machine.load import slowdown_by_others
 # other processes on two cores: 2.6 and 2.9 s.
 PAGE_S = 3.0
 MIN_SHARE_S = 1.0
+# How busy the machine is changes between the plan and the lab's turn: its shortest point must fit
+# then, too.
+MARGIN = 1.2
 
 
 @dataclass
@@ -26,6 +29,8 @@ class ReportTime:
     """Seconds of the points of each lab, by its name, in the order of measuring."""
     deadline: float = math.inf
     """When the last page must be written, by `time.monotonic`."""
+    shortest: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the shortest point of each lab: with less it measures nothing."""
 
     @property
     def total_s(self) -> float:
@@ -49,20 +54,29 @@ class ReportTime:
         return page
 
     def shares(self, first: str | None = None) -> dict[str, float]:
-        """Return the seconds that the points of each lab may take, from the `first` one on."""
+        """Return the seconds that the points of each lab may take, from the `first` one on.
+
+        Each gets those of its shortest point. The rest is divided by how long labs take.
+        """
         names = list(self.expected)
-        to_come = {name: self.expected[name] for name in names[names.index(first or names[0]) :]}
+        to_come = names[names.index(first or names[0]) :]
         # By what remains now: what a lab took too much or too little is divided among the others.
-        remaining_s = self.deadline - time.monotonic() - PAGE_S * len(to_come)
-        # The limits are measured whole, since the other labs predict by all of their points.
-        limits_s = to_come.pop(LIMITS, 0.0)
-        total_s = max(sum(to_come.values()), 1e-9)
-        shares = {
-            lab: max(MIN_SHARE_S, (remaining_s - limits_s) * seconds / total_s)
-            for lab, seconds in to_come.items()
-        }
-        if limits_s:
-            shares[LIMITS] = limits_s
+        left_s = self.deadline - time.monotonic() - PAGE_S * len(to_come)
+        shares = dict[str, float]()
+        if LIMITS in to_come:
+            # Measured whole, since the other labs predict by all of their points.
+            shares[LIMITS] = self.expected[LIMITS]
+            left_s -= shares[LIMITS]
+            to_come.remove(LIMITS)
+        needed = {lab: MARGIN * self.shortest.get(lab, 0.0) for lab in to_come}
+        further = {lab: max(0.0, self.expected[lab] - needed[lab]) for lab in to_come}
+        total_s = max(sum(further.values()), 1e-9)
+        spare_s = max(0.0, left_s - sum(needed.values()))
+        for lab in to_come:
+            share = needed[lab] + spare_s * further[lab] / total_s
+            # Without time for a point of each, the first labs measure one, and the last ones none.
+            shares[lab] = max(MIN_SHARE_S, min(share, left_s))
+            left_s -= shares[lab]
         return shares
 
 
@@ -71,8 +85,10 @@ def plan_time(pages: Sequence[PlannedPage], deadline: float) -> ReportTime:
     machine = describe_machine()
     slowdown = slowdown_by_others()
     expected = {}
+    shortest = {}
     for page in pages:
         points = page.study.plan(page.config, machine)
         seconds = expected_lab_seconds(page.study, points, machine)
-        expected[page.study.name] = slowdown * seconds
-    return ReportTime(expected, deadline)
+        expected[page.study.name] = slowdown * sum(seconds)
+        shortest[page.study.name] = slowdown * min(seconds, default=0.0)
+    return ReportTime(expected, deadline, shortest)

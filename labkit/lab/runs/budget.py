@@ -124,21 +124,21 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
     return expected
 
 
-def expected_lab_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> float:
-    """Return the seconds of all points of a lab.
+def expected_lab_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> list[float]:
+    """Return the seconds of each point of a lab that this machine can measure.
 
-    A lab that plans its points by the runs of others has none yet that can be measured: it takes
-    as long as its recorded run, and no less than it plans. The recorded run found compiled code in
-    a cache, and a run here took 64 s of the 28 that it had.
+    A lab that plans its points by the runs of others has none yet that can be measured: its only
+    number is that of its recorded run, and no less than it plans. The recorded run found compiled
+    code in a cache, and a run here took 64 s of the 28 that it had.
     """
-    seconds = sum(expected_seconds(study, points, machine).values())
-    if seconds > 0:
+    seconds = [one for one in expected_seconds(study, points, machine).values() if one > 0]
+    if seconds:
         return seconds
     for run in newest_runs(recorded_directory() / study.name):
         pace = slowness(run.header.calibration, machine)
         recorded_s = pace * sum(end.elapsed_s for end in run.ends.values())
-        return max(recorded_s, sum(point.planned_s for point in points))
-    return 0.0
+        return [max(recorded_s, sum(point.planned_s for point in points))]
+    return []
 
 
 def slowness(calibration: Calibration | None, machine: Machine) -> float:
