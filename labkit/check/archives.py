@@ -84,11 +84,14 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
     """Write the zip, whole or not at all; nothing but the card keeps names and folders."""
     # In memory: a disk that is full leaves no half of a zip, which would be handed in.
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(file, "w") as archive:
         for name, text in files.items():
             if name != CARD:
                 text = scrub(text)
-            archive.writestr(name, text)
+            # Without a time: a zip has none before 1980, where a clock without a battery begins.
+            info = zipfile.ZipInfo(name)
+            info.external_attr = 0o644 << 16
+            archive.writestr(info, text, zipfile.ZIP_DEFLATED)
     write_file(path, file.getvalue())
 
 

@@ -116,11 +116,24 @@ def _read_zip(file: str, content: bytes, *, is_inner: bool = False) -> Iterator[
                 return
             for path, info in files.items():
                 if _is_zip(path) and not path.name.startswith("._"):
-                    inner = _zipped(archive, info)()
-                    yield from _read_zip(f"{file}/{path}", inner, is_inner=True)
+                    yield from _read_inner(f"{file}/{path}", _zipped(archive, info))
     # Whatever a damaged or hostile zip raises, the page shows the others.
     except Exception as error:
-        yield HandIn(file, _guess_name(file), problems=[f"cannot be read: {error}"])
+        yield _unreadable(file, error)
+
+
+def _read_inner(file: str, member: Member) -> Iterator[HandIn]:
+    """Yield the hand-ins of a zip in a zip; one that is too large costs none of the others."""
+    try:
+        content = member()
+    except Exception as error:
+        yield _unreadable(file, error)
+        return
+    yield from _read_zip(file, content, is_inner=True)
+
+
+def _unreadable(file: str, error: Exception) -> HandIn:
+    return HandIn(file, _guess_name(file), problems=[f"cannot be read: {error}"])
 
 
 def _zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
@@ -157,18 +170,26 @@ def _read(file: str, members: Mapping[str, Member]) -> HandIn:
     with suppress(ParameterError):
         name = normalize_name(name)
     result = HandIn(file, name)
-    for lab in map(str, labs):
+    for lab in dict.fromkeys(map(str, labs)):
         for read in (_read_run, _read_check):
             try:
                 read(result, lab, members)
             except Exception as error:  # rows may be anything
                 result.problems.append(f"{lab}: cannot be read: {error}")
+    n_bytes = 0
     for path, member in members.items():
-        if path.endswith(".ipynb"):
-            try:
-                result.notebooks[path] = _read_cells(member())
-            except Exception as error:
-                result.problems.append(f"{path}: cannot be read: {error}")
+        if not path.endswith(".ipynb"):
+            continue
+        # Zeros are packed a thousandfold: one zip must not keep the others waiting.
+        if n_bytes > 4 * MAX_BYTES:
+            result.problems.append("too many MiB of notebooks: the others were not read")
+            break
+        try:
+            content = member()
+            n_bytes += len(content)
+            result.notebooks[path] = _read_cells(content)
+        except Exception as error:
+            result.problems.append(f"{path}: cannot be read: {error}")
     return result
 
 

@@ -15,6 +15,7 @@ from labkit.lab.commands.console import err
 from labkit.lab.config import ParameterError
 from labkit.lab.pages.report import export_page
 from labkit.lab.project import project_root, runs_directory
+from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import check_file
 from labkit.machine.description import describe_machine
 from labkit.studies import load_lab
@@ -31,8 +32,8 @@ def write_hand_in(
 ) -> Path:
     """Write `hand-in-<name>.zip` with the newest run, check and page of each lab; return its path.
 
-    Raises ParameterError for an unusable name, a notebook that is none, and if no lab was measured
-    or checked.
+    Raises ParameterError for an unusable name, a notebook that is none, a damaged run, and if no
+    lab was measured or checked.
     """
     name = normalize_name(name)
     # Read before anything is written: a refusal leaves no half of a zip.
@@ -52,9 +53,11 @@ def write_hand_in(
             files[f"notebooks/{Path(file_name).stem}.html"] = page
     for lab in handed_in:
         if check_file(lab).is_file():
-            files[f"{lab}/check.json"] = check_file(lab).read_text(encoding="utf-8")
+            files[f"{lab}/check.json"] = check_file(lab).read_text("utf-8", "replace")
         run = runs[lab]
         if run is not None:
+            # Read as the teacher will: a damaged run is refused while it can be measured again.
+            Run.load(run)
             files[f"{lab}/run.jsonl"] = run.read_text(encoding="utf-8")
             page = _page_of_run(lab, run)
             if page is not None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import nbformat
 import pytest
 
-from labkit.check.archives import scrub
+from labkit.check.archives import MAX_BYTES, scrub
 from labkit.check.class_folder import holds_hand_ins, read_class
 from labkit.check.class_page import write_class_page
 from labkit.check.grades import Severity
@@ -230,6 +230,26 @@ def test_hand_ins_are_known_by_their_card_whatever_a_platform_has_made_of_them(h
     assert write_class_page(folder, home / "class.html").status == 1
 
 
+def test_a_zip_that_is_too_large_costs_none_of_the_others(home):
+    folder = home / "class"
+    for name in ("Ann", "Zoe"):
+        _zip(home / f"{name}.zip", name)
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "all.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(home / "Ann.zip", "Ann.zip")
+        archive.writestr("hand-in-Bo.zip", bytes(MAX_BYTES + 1))
+        archive.write(home / "Zoe.zip", "Zoe.zip")
+    hand_ins = read_class(folder).hand_ins
+    assert {one.name: len(one.problems) for one in hand_ins} == {"Ann": 0, "Bo": 1, "Zoe": 0}
+
+
+def test_a_zip_that_unpacks_to_gigabytes_is_not_read_to_its_end(home, monkeypatch):
+    monkeypatch.setattr("labkit.check.class_folder.MAX_BYTES", 1000)
+    _zip(home / "class/a.zip", "Ann", **{f"{number}.ipynb": "0" * 900 for number in range(40)})
+    (hand_in,) = read_class(home / "class").hand_ins
+    assert len(hand_in.problems) == 6
+
+
 def test_what_no_hand_in_of_labkit_holds_is_named_in_plain_words(home):
     folder = home / "class"
     folder.mkdir()
@@ -327,6 +347,21 @@ def test_what_cannot_be_handed_in_is_one_line(home, name, labs, notebooks):
     _record(home)
     with pytest.raises(ParameterError):
         write_hand_in(name, labs, home, [home / file for file in notebooks])
+
+
+def test_a_damaged_run_is_refused_before_it_is_handed_in(home):
+    run = _record(home)
+    run.write_bytes(run.read_bytes() + b"\xff\xfe\n")
+    with pytest.raises(ParameterError, match=f"{run.name}, line .*not a record of a run"):
+        write_hand_in("Ann", ["all_reduce"], home)
+    assert not list(home.glob("*.zip"))
+
+
+def test_a_clock_that_begins_in_1970_hands_in_files_that_can_be_opened(home, monkeypatch):
+    _record(home)
+    monkeypatch.setattr("time.time", lambda: 60.0)
+    with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home)) as archive:
+        assert all(one.external_attr >> 16 & 0o400 for one in archive.infolist())
 
 
 def test_notebooks_of_one_name_are_both_handed_in_and_an_older_runs_page_is_not(home):
