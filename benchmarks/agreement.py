@@ -5,8 +5,9 @@ runs.
     python benchmarks/agreement.py first/data/runs second/data/runs
 
 A folder has one folder of runs per lab, of which the newest counts. A verdict that one of them
-lacks ("lost", "gained") does not agree. Exits 1 if two verdicts are opposite, if fewer than 90% of
-those on comparisons agree, or if there is none.
+lacks ("lost", "gained") does not agree. A question that one of them, or both, leave undecided is
+open: more rounds would say whether they agree, so it is counted apart. Exits 1 if two verdicts are
+opposite, if fewer than 90% of those on comparisons agree, or if more than a third are open.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from labkit.lab.runs.store import Run, newest_runs
 from labkit.studies import LABS, load_lab
 
 MIN_AGREEMENT = 0.9
+# Of all comparisons. Reports that decide nothing would agree on all that they decide.
+MAX_OPEN = 1 / 3
 
 
 def newest_pairs(first: Path, other: Path) -> list[Pair]:
@@ -51,19 +54,29 @@ def print_agreement(pairs: list[Pair]) -> bool:
     others = Counter[str]()
     for pair in pairs:
         for question, outcome in pair.outcomes().items():
-            verdicts = " | ".join(answer.verdict for answer in pair.answers[question])
+            verdicts = [answer.verdict for answer in pair.answers[question]]
+            if verdicts == ["undecided", "undecided"]:
+                outcome = "open"
             busy = ", busy" if any(run.is_busy for run in pair.runs) else ""
-            print(f"{outcome:8} {pair.lab.name}.{question}: {verdicts}{busy}")
+            print(f"{outcome:8} {pair.lab.name}.{question}: {' | '.join(verdicts)}{busy}")
             is_comparison = isinstance(pair.lab.question(question), Compare)
             counts = comparisons if is_comparison else others
             counts[outcome] += 1
     for name, counts in (("comparisons", comparisons), ("checks and reports", others)):
-        share = counts["agree"] / max(1, counts.total())
-        print(f"{name}: {counts['agree']} of {counts.total()} agree ({share:.0%}): {dict(counts)}")
-    has_opposite = comparisons["opposite"] + others["opposite"] > 0
+        decided = counts.total() - counts["open"]
+        share = counts["agree"] / max(1, decided)
+        print(
+            f"{name}: {counts['agree']} of {decided} agree ({share:.0%}), {counts['open']} are"
+            f" open: {dict(counts)}"
+        )
+    if comparisons["opposite"] + others["opposite"]:
+        return False
+    decided = comparisons.total() - comparisons["open"]
     # At least one: two folders without a comparison in common do not agree.
-    enough = max(1.0, MIN_AGREEMENT * comparisons.total())
-    return not has_opposite and comparisons["agree"] >= enough
+    return (
+        comparisons["agree"] >= max(1.0, MIN_AGREEMENT * decided)
+        and comparisons["open"] <= MAX_OPEN * comparisons.total()
+    )
 
 
 def main() -> None:

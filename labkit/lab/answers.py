@@ -13,15 +13,15 @@ takes four steps:
 3. Choice (`Metric.leaders`): of several alternatives, the answer names the one with most wins minus
    losses over their common configurations. Ties go to the best mean ratio; within 3%, to the first.
 4. Verdict (`verdicts.decide`): "yes" if it is better in more than half of its configurations, or
-   over all of them, and worse in none; "no" if it is worse in some or over all, and better in none;
-   "no clear difference" if it is neither; else "it depends". "undecided" if there are too few
-   repeats for any p-value.
+   over all of them, and worse in none; "no" if it is worse in some or over all, and better in none.
+   If it is neither: "no clear difference" if a gain of 10% is excluded, "undecided" if it is not,
+   or if there are too few repeats for any p-value. Else "it depends".
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large
 something is. `labkit.lab.facts` has the fields of answers, `labkit.lab.wording` their sentences.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,6 @@ from labkit.lab.facts import (
     Comparison,
     Counts,
     Finding,
-    Overall,
     Region,
     Verdict,
     find_region,
@@ -50,6 +49,7 @@ from labkit.lab.verdicts import (
     decide,
     find_faster,
     judge_together,
+    open_widths,
     overall_leaders,
     seconds_more,
 )
@@ -154,9 +154,12 @@ class Compare(Question):
         # An average of gains and losses describes none of the configurations.
         if leaders and not (counts.better and counts.worse):
             overall = pooled.get(leaders[0])
+        widths = open_widths(rows, pooled)
         verdict: Verdict = "undecided"
         if rows["p"].notna().any():  # a p-value needs six repeats
-            verdict = decide(counts, overall, rows["ratio"], has_winner=bool(leaders))
+            verdict = decide(
+                counts, overall, rows["ratio"], has_winner=bool(leaders), is_open=bool(widths)
+            )
         answer = Comparison(
             verdict=verdict,
             quantity=metric.value,
@@ -172,17 +175,14 @@ class Compare(Question):
             notes=notes,
             table=table,
         )
-        answer = self._with_size(answer, rows, pooled, results)
+        answer = self._with_size(answer, rows, results)
+        if verdict == "undecided" and widths:
+            timed_s = results.timed_s(metric.matching(results.frame), metric.value)
+            answer = replace(answer, seconds_more=seconds_more(widths, timed_s) if timed_s else 0.0)
         return replace(answer, advice=self._advice(answer, table))
 
-    def _with_size(
-        self,
-        answer: Comparison,
-        rows: pd.DataFrame,
-        pooled: Mapping[Any, Overall],
-        results: Results,
-    ) -> Comparison:
-        """Add how large the difference of `rows` is, or how many seconds more would show it."""
+    def _with_size(self, answer: Comparison, rows: pd.DataFrame, results: Results) -> Comparison:
+        """Add how large the difference of `rows` is."""
         # The range covers exactly the rows that are counted. Without the uncertain ones it once
         # said "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
         gains = answer.counts.better > 0
@@ -209,10 +209,7 @@ class Compare(Question):
                 effect=float(np.exp(np.log(ratios).median())),
                 overtaken=self._overtaken(answer.table, rows, results) if gains else (),
             )
-        if self.metric.exact:  # more rounds would count the same
-            return answer
-        timed_s = results.timed_s(self.metric.select(results.frame), self.metric.value)
-        return replace(answer, seconds_more=seconds_more(rows, pooled, timed_s))
+        return answer
 
     def _advice(self, answer: Comparison, table: pd.DataFrame) -> str | None:
         """Choose the template of the advice: to change, to keep, or none."""

@@ -40,8 +40,9 @@ REPETITION = {
 # Further fields of a point that do not change what is measured.
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 
-# Fates of a verdict. "opposite": yes and no; "lost": only the first run has it.
-OUTCOMES = ("agree", "differ", "opposite", "lost", "gained")
+# Fates of a verdict. "open": one run is undecided, and the other decides; "opposite": yes and no;
+# "lost": only the first run has it.
+OUTCOMES = ("agree", "open", "differ", "opposite", "lost", "gained")
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,12 @@ class Pair:
 
 
 def verdict_outcome(first: Verdict, other: Verdict) -> str:
-    """Return whether two verdicts on the same question agree, differ, or are opposite."""
+    """Return whether two verdicts on a question agree, differ, are opposite, or one is open."""
     if first == other:
         return "agree"
+    # More rounds of the undecided run would say whether they differ.
+    if "undecided" in (first, other):
+        return "open"
     # Anything else leaves open what one of them says: "it depends" holds both.
     return "opposite" if {first, other} == {"yes", "no"} else "differ"
 

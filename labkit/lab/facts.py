@@ -135,7 +135,7 @@ class Comparison(Answer):
     overtaken: tuple[tuple[str, Region | None], ...] = ()
     """Alternatives that are clearly better than the subject somewhere, with the region."""
     seconds_more: float = 0.0
-    """Seconds of further rounds that would show a gain of 10%; 0 if it is shown or excluded."""
+    """Seconds of further rounds that would decide on a gain of 10%; 0 if that is not undecided."""
 
 
 @dataclass(frozen=True, kw_only=True)

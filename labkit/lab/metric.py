@@ -91,11 +91,13 @@ class Metric:
     def columns(self) -> list[str]:
         return [*self.configuration, self.compare]
 
-    def select(self, frame: pd.DataFrame, *, with_missing: bool = False) -> pd.DataFrame:
-        """Select rows that meet `where` and turn them into samples.
+    def select(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Select rows that meet `where` and turn them into samples."""
+        rows = self.matching(frame)
+        return rows if rows.empty else self.prepare(rows)
 
-        `with_missing`: rows that lack its columns, too, and none is turned into a sample.
-        """
+    def matching(self, frame: pd.DataFrame, *, with_missing: bool = False) -> pd.DataFrame:
+        """Return rows as they are that meet `where`; `with_missing`: or lack its columns."""
         rows = frame.reindex(
             columns=list(dict.fromkeys([*frame.columns, *self.columns, *self.where, self.value]))
         )
@@ -105,10 +107,7 @@ class Metric:
                 # A row that failed may lack what its alternative would have measured.
                 is_wanted |= rows[name].isna()
             rows = rows[is_wanted]
-        rows = rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
-        if with_missing or rows.empty:
-            return rows
-        return self.prepare(rows)
+        return rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
 
     def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Return the slowest rank's value by configuration, alternative, session and repeat."""
@@ -205,7 +204,7 @@ class Metric:
         self, frame: pd.DataFrame, among: Collection[Any] | None = None
     ) -> tuple[Note, ...]:
         """Note alternatives (of `among`, if given) that are wrong or have no value."""
-        rows = self.select(frame, with_missing=True)
+        rows = self.matching(frame, with_missing=True)
         if among is not None:
             rows = rows[rows[self.compare].isin(among)]
         rows = rows.reindex(columns=["point", self.compare, self.value, "status", "reason"])

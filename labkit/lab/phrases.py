@@ -1,12 +1,15 @@
-"""How much more or less: "15 to 23% less time", "3 times faster", "20% of the memory"."""
+"""How much more or less, and where: "15 to 23% less time", "3 times faster", "from 1 MiB up"."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from labkit.lab.facts import Answer, Comparison
-from labkit.lab.units import column, format_factor
+from labkit.lab.facts import Answer, Comparison, Region, Scope
+from labkit.lab.units import column, counted, format_factor, join_words, label, label_range
 
 TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
+MAX_NAMES = 4  # a scope lists up to this many names, and counts more
 
 
 @dataclass(frozen=True)
@@ -174,3 +177,39 @@ def _percent_span(low: float, high: float) -> str:
     """Format two shares as "15 to 23%", with one decimal if the first is below one percent."""
     digits = 0 if 100 * low >= 0.95 else 1
     return f"{_span(f'{100 * low:.{digits}f}', f'{100 * high:.{digits}f}')}%"
+
+
+def describe_region(region: Region) -> str:
+    """Word a region: "from 1 MiB up", "with 4 ranks", "for mini"."""
+    name = region.column
+    names = join_words([label(name, value) for value in region.values])
+    match region.relation:
+        case "among" if name == "transport":
+            words = {"shared": "shared memory"}
+            places = [words.get(value, label(name, value)) for value in region.values]
+            return f"over {join_words(places)}"
+        case "among":
+            return f"for {names}"
+        case "equal":
+            preposition = "with" if name == "world_size" else "at"
+            return f"{preposition} {names}"
+        case "from":
+            return f"from {label(name, region.values[0])} up"
+        case "up to":
+            return f"up to {label(name, region.values[-1])}"
+
+
+def describe_scope(covered: Scope) -> str:
+    """Word the configurations of a table: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"."""
+    parts = [_describe_values(name, values) for name, values in covered]
+    return " · ".join(filter(None, parts))
+
+
+def _describe_values(name: str, values: Sequence[Any]) -> str:
+    if column(name).is_internal or not values:
+        return ""
+    if not isinstance(values[0], str | bool):
+        return label_range(name, values)
+    if len(values) > MAX_NAMES:
+        return counted(len(values), column(name).title)
+    return join_words([label(name, value) for value in values])

@@ -1,7 +1,7 @@
 """The verdict of a comparison: its rows and all configurations together, judged by one rule."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
@@ -38,14 +38,25 @@ def overall_leaders(pooled: Mapping[Any, Overall]) -> list[Any]:
 
 
 def decide(
-    counts: Counts, overall: Overall | None, ratios: pd.Series, *, has_winner: bool
+    counts: Counts,
+    overall: Overall | None,
+    ratios: pd.Series,
+    *,
+    has_winner: bool,
+    is_open: bool,
 ) -> Verdict:
-    """Choose the verdict by the winner's `counts`, or, without a winner, those of all rows."""
+    """Choose the verdict by the winner's `counts`, or, without a winner, those of all rows.
+
+    `is_open`: whether a gain of 10% may lie in the intervals (`open_widths`).
+    """
     direction = overall.direction if overall else None
     is_better = counts.better > 0 or direction == "better"
     is_worse = counts.worse > 0 or direction == "worse"
     if not is_better:
-        return "no" if is_worse else "no clear difference"
+        if is_worse:
+            return "no"
+        # "No clear difference" would be read as "nothing to gain", which wide intervals do not say.
+        return "undecided" if is_open else "no clear difference"
     # "Yes" is for a change that a reader can make everywhere without losing. A large gain in a few
     # configurations is a gain over all of them, too, so more than half must lean that way.
     n_leaning = int((ratios <= 1 - MIN_RELEVANT_DIFFERENCE).sum())
@@ -73,21 +84,25 @@ def find_faster(table: pd.DataFrame, rows: pd.DataFrame, keys: list[str]) -> pd.
     return pairs[is_apart & is_relevant]
 
 
-def seconds_more(rows: pd.DataFrame, pooled: Mapping[Any, Overall], timed_s: float) -> float:
-    """Estimate how many seconds of rounds more would show a gain of 10%; 0 if it is excluded.
+def open_widths(rows: pd.DataFrame, pooled: Mapping[Any, Overall]) -> list[float]:
+    """Return high over low of each interval in which a gain of 10% may lie.
 
-    The width of an interval shrinks with the square root of the time. That over all configurations
-    counts if there are several.
+    If there are several configurations, the intervals are those over all of them.
     """
     intervals = [(one.low, one.high) for one in pooled.values()]
     if not intervals:
         certain = rows[rows["p"].notna()]
         intervals = list(zip(certain["low"], certain["high"], strict=True))
-    still_open = [high / low for low, high in intervals if low < 1 - RELEVANT_GAIN]
-    if not still_open or not timed_s:
-        return 0.0
+    return [high / low for low, high in intervals if low < 1 - RELEVANT_GAIN]
+
+
+def seconds_more(widths: Sequence[float], timed_s: float) -> float:
+    """Estimate how many seconds of rounds more would decide on a gain of 10%.
+
+    `widths` are those of `open_widths`, and shrink with the square root of the time.
+    """
     # The median: one noisy configuration does not decide how long to go on.
-    half = math.log(median(still_open)) / 2
+    half = math.log(median(widths)) / 2
     reach = ndtri((1 + CONFIDENCE) / 2)
     needed_half = -math.log(1 - RELEVANT_GAIN) * reach / (reach + ndtri(POWER))
     return max(1.0, timed_s * ((half / needed_half) ** 2 - 1))

@@ -3,22 +3,21 @@
 A headline begins with the verdict. A statement stands next to the verdict and does not repeat it.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from labkit.lab.facts import Agreement, Answer, Comparison, Finding, Note, Region, Scope, Status
-from labkit.lab.phrases import ceil_percent, change, format_outside, interval, is_time, phrasing
-from labkit.lab.units import (
-    column,
-    counted,
-    format_seconds,
-    format_value,
-    join_words,
-    label,
-    label_range,
+from labkit.lab.facts import Agreement, Answer, Comparison, Finding, Note, Status
+from labkit.lab.phrases import (
+    ceil_percent,
+    change,
+    describe_region,
+    describe_scope,
+    format_outside,
+    interval,
+    is_time,
+    phrasing,
 )
+from labkit.lab.units import column, counted, format_seconds, format_value, join_words
 
-MAX_NAMES = 4  # a scope lists up to this many names, and counts more
 MAX_REGION_NAMES = 3
 
 STATUS_TEXTS: dict[Status, str] = {
@@ -68,50 +67,69 @@ def _sentence(answer: Answer) -> Sentence:
 
 
 def _compare(answer: Comparison) -> Sentence:
-    phrases = phrasing(answer.quantity)
+    match answer.verdict:
+        case "undecided" | "no clear difference":
+            return _no_difference(answer)
+        case "no":
+            return _no_gain(answer)
+    return _gain(answer)
+
+
+def _gain(answer: Comparison) -> Sentence:
+    """Word "yes" and "it depends"."""
     counts = answer.counts
+    clause = _difference(answer)
+    if answer.is_overall:
+        return Sentence(clause, capitalize(answer.verdict), _over_all(answer))
+    region = _short_region(answer)
+    if counts.worse:
+        worse = f"is {phrasing(answer.quantity).worse} {_other_values(answer)}"
+        return Sentence(f"{clause.removesuffix('.')} {region}, and {worse}.", "It depends")
+    if counts.better == counts.total:
+        return Sentence(clause, "Yes")
+    if counts.is_mostly_better:
+        return Sentence(clause, "Yes", region)
+    return Sentence(clause, extent=f"only {region}")
+
+
+def _no_gain(answer: Comparison) -> Sentence:
+    """Word "no"."""
+    counts = answer.counts
+    phrases = phrasing(answer.quantity)
     baseline = answer.baseline
-    name = answer.subject
-    if answer.verdict == "undecided":
-        return Sentence(f"too few repeats to compare {name or 'alternatives'} with {baseline}.")
-    if answer.verdict == "no clear difference":
-        return _no_difference(answer)
-    if name is None:
-        return _no_winner(answer)
+    is_worse_everywhere = counts.worse == counts.total
+    if answer.subject is None and is_worse_everywhere:
+        return Sentence(f"every {answer.noun} is {phrases.worse} than {baseline}.", "No")
+    if answer.subject is None:
+        return Sentence(f"no {answer.noun} is measurably {phrases.better} than {baseline}.", "No")
+    if answer.is_overall:
+        return Sentence(_difference(answer), "No", _over_all(answer))
+    if is_worse_everywhere:
+        return Sentence(_difference(answer), "No")
     # How much slower it is in some configurations would read as the answer for all.
-    if answer.verdict == "no" and counts.worse < counts.total:
-        text = f"{name} is never measurably {phrases.better} than {baseline}"
-        return Sentence(f"{text}, and {phrases.worse} in some configurations.", "No")
+    text = f"{answer.subject} is never measurably {phrases.better} than {baseline}"
+    return Sentence(f"{text}, and {phrases.worse} in some configurations.", "No")
+
+
+def _difference(answer: Comparison) -> str:
+    """Say "the ring takes 15 to 23% less time than torch." of an answer that shows a difference."""
     size = change(answer)
     assert size is not None
     phrase = size.phrase
-    clause = f"{name} {phrase.verb} {size.text} {phrase.words} {phrase.preposition} {baseline}"
-    if answer.is_overall:
-        extent = f"over all {counts.total} configurations"
-        return Sentence(f"{clause}.", capitalize(answer.verdict), extent)
-    if answer.verdict == "no":
-        return Sentence(f"{clause}.", "No")
-    region = _short_region(answer)
-    if counts.worse:
-        others = _other_values(answer)
-        return Sentence(f"{clause} {region}, and is {phrases.worse} {others}.", "It depends")
-    if counts.better == counts.total:
-        return Sentence(f"{clause}.", "Yes")
-    if counts.is_mostly_better:
-        return Sentence(f"{clause}.", "Yes", region)
-    return Sentence(f"{clause}.", extent=f"only {region}")
+    amount = f"{phrase.verb} {size.text} {phrase.words}"
+    return f"{answer.subject} {amount} {phrase.preposition} {answer.baseline}."
 
 
-def _no_winner(answer: Comparison) -> Sentence:
-    phrases = phrasing(answer.quantity)
-    if answer.counts.worse == answer.counts.total:
-        text = f"every {answer.noun} is {phrases.worse} than {answer.baseline}"
-    else:
-        text = f"no {answer.noun} is measurably {phrases.better} than {answer.baseline}"
-    return Sentence(f"{text}.", "No")
+def _over_all(answer: Comparison) -> str:
+    return f"over all {answer.counts.total} configurations"
 
 
 def _no_difference(answer: Comparison) -> Sentence:
+    """Word "undecided" and "no clear difference"."""
+    is_undecided = answer.verdict == "undecided"
+    if is_undecided and not answer.seconds_more:
+        name = answer.subject or "alternatives"
+        return Sentence(f"too few repeats to compare {name} with {answer.baseline}.", "Undecided")
     if answer.subject is not None:
         compared = answer.subject
     elif answer.n_alternatives == 2:
@@ -119,12 +137,12 @@ def _no_difference(answer: Comparison) -> Sentence:
     else:
         compared = f"any of {answer.n_alternatives} {answer.noun}s"
     noun = phrasing(answer.quantity).noun
-    text = f"{answer.verdict} in {noun} between {compared} and {answer.baseline}"
-    if not answer.seconds_more:
+    text = f"no clear difference in {noun} between {compared} and {answer.baseline}"
+    if not is_undecided:
         return Sentence(f"{text}.")
     # One digit: it is an estimate by the width of an interval.
     more = format_seconds(float(f"{answer.seconds_more:.1g}"))
-    return Sentence(f"{text}; about {more} more would show a 10% gain.")
+    return Sentence(f"{text}; about {more} more would show a 10% gain.", "Undecided")
 
 
 def overall(answer: Answer) -> str:
@@ -230,26 +248,6 @@ def _other_values(answer: Comparison) -> str:
     return f"at other {column(answer.region.column).title}s"
 
 
-def describe_region(region: Region) -> str:
-    """Word a region: "from 1 MiB up", "with 4 ranks", "for mini"."""
-    name = region.column
-    names = join_words([label(name, value) for value in region.values])
-    match region.relation:
-        case "among" if name == "transport":
-            words = {"shared": "shared memory"}
-            places = [words.get(value, label(name, value)) for value in region.values]
-            return f"over {join_words(places)}"
-        case "among":
-            return f"for {names}"
-        case "equal":
-            preposition = "with" if name == "world_size" else "at"
-            return f"{preposition} {names}"
-        case "from":
-            return f"from {label(name, region.values[0])} up"
-        case "up to":
-            return f"up to {label(name, region.values[-1])}"
-
-
 def scope(answer: Answer) -> str:
     """Say what the answer covers: "faster in 5 of 6 configurations: gloo · 2 and 4 ranks"."""
     covered = describe_scope(answer.scope)
@@ -278,22 +276,6 @@ def _count_configurations(answer: Comparison) -> str:
     if counts.worse:
         text += f", {phrases.worse} in {counts.worse}"
     return text
-
-
-def describe_scope(covered: Scope) -> str:
-    """Word the configurations of a table: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"."""
-    parts = [_describe_values(name, values) for name, values in covered]
-    return " · ".join(filter(None, parts))
-
-
-def _describe_values(name: str, values: Sequence[Any]) -> str:
-    if column(name).is_internal or not values:
-        return ""
-    if not isinstance(values[0], str | bool):
-        return label_range(name, values)
-    if len(values) > MAX_NAMES:
-        return counted(len(values), column(name).title)
-    return join_words([label(name, value) for value in values])
 
 
 def _cause(answer: Answer) -> Note | None:

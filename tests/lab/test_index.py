@@ -137,7 +137,7 @@ def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "replaces"), [("yes", True), ("no", False), ("no clear difference", False)]
+    ("verdict", "replaces"), [("yes", True), ("no", False), ("undecided", False)]
 )
 def test_only_a_gain_that_is_shown_replaces_single_recommendations(verdict, replaces, tmp_path):
     ratio = {"yes": 0.6, "no": 1.2}.get(verdict, 1.0)
@@ -146,7 +146,7 @@ def test_only_a_gain_that_is_shown_replaces_single_recommendations(verdict, repl
     assert ("import torch" in html) is replaces
     assert ("Train combined" in html) is replaces
     assert ("Use bf16" in html) is not replaces
-    assert ("about 10 s more" in html) is (verdict == "no clear difference")
+    assert ("about 10 s more" in html) is (verdict == "undecided")
 
 
 def test_the_largest_findings_come_by_size_and_what_everybody_expects_is_not_among_them(tmp_path):

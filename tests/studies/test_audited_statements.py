@@ -94,7 +94,7 @@ def test_six_noisy_rounds_of_the_tuned_step_advise_neither_to_change_nor_to_keep
     pair = {"default": 1.0, "joined": 0.95}
     answer = ask("tuned_step", "gain", timed("implementation", pair, noise=0.15, rounds=6, **STEP))
     assert answer.table["high"].item() > 1 > 0.9 > answer.table["low"].item()
-    assert answer.verdict == "no clear difference"
+    assert answer.verdict == "undecided"
     assert answer.advice is None
     assert answer.seconds_more > 0
 
@@ -114,7 +114,7 @@ def test_nothing_is_kept_while_an_alternative_may_gain():
     for lab, question, column, ratios, about in asked:
         kept = load_lab(lab).question(question).keep
         noisy = ask(lab, question, timed(column, ratios, noise=0.3, **about))
-        assert noisy.verdict in ("no", "no clear difference")
+        assert noisy.verdict in ("no", "undecided")
         assert noisy.advice is None
         quiet = dict.fromkeys(ratios, 1.0)
         assert ask(lab, question, timed(column, quiet, **about)).advice == kept
