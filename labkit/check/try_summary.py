@@ -128,12 +128,18 @@ def _print_step(console: Any, run: "Run") -> None:
 
 def _print_attention(console: Any, run: "Run") -> None:
     """Print what SDPA would save of each attention by hand."""
+    from labkit.studies.your_training.attention import SDPA
     from labkit.studies.your_training.gains import describe_gain, sdpa_gains
 
+    results = run.results()
     rows = []
-    for row in sdpa_gains(run.results()).to_dict("records"):
+    for row in sdpa_gains(results).to_dict("records"):
         gain = describe_gain(row, is_busy=run.is_busy)
         rows.append((f"  SDPA at {row['line']}", gain, f"of the attention {row['shape']}"))
+    # Neither timed: a wrong SDPA, and attention that it cannot replace.
+    untimed = results.rows(["line", "shape", "reason"], kind="attention", attention=SDPA)
+    for row in untimed[untimed["reason"].notna()].to_dict("records"):
+        rows.append((f"  SDPA at {row['line']}", row["reason"], f"of the attention {row['shape']}"))
     print_table(rows, console=console)
 
 

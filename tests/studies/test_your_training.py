@@ -226,6 +226,25 @@ def sdpa(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
 
 
+def test_attention_with_a_bias_is_not_compared_with_one_that_has_none() -> None:
+    slopes = torch.arange(32.0) / 32
+
+    def biased(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x.mT / 4).masked_fill(PADDING, -1e9) + slopes).softmax(-1) @ x
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return torch.baddbmm(torch.where(PADDING, -1e9, 0.0), x, x.mT).softmax(-1) @ x
+
+    def statuses(attend: Any) -> list[str]:
+        batches = [torch.randn(4, 32, 16)]
+        loss = lambda model, x: attend(model(x)).mean()  # noqa: E731
+        point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1)
+        return [row["status"] for row in measure(point, lambda: (nn.Linear(16, 16), batches, loss))]
+
+    assert statuses(biased) == ["refused"]
+    assert statuses(masked) == ["ok", "ok"]
+
+
 PADDING = torch.arange(32) > 20
 ATTENTION: dict[str, tuple[Any, list[str]]] = {
     "unmasked": (lambda x: attend(x, scale=0.2), ["none"]),

@@ -8,7 +8,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from labkit.bench.check import OK, describe_error, largest_difference, status_columns
+from labkit.bench.check import (
+    OK,
+    describe_error,
+    largest_difference,
+    refusal_columns,
+    status_columns,
+)
 from labkit.bench.clock import time_interleaved
 from labkit.studies.shared.checks import TOLERANCES
 from labkit.studies.your_training.lines import user_lines
@@ -33,6 +39,7 @@ HIDDEN = -1e4
 MAX_SHAPES = 2
 aten = torch.ops.aten
 PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+SUMS = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class AttentionShape:
     head_dim: int
     mask: str
     """ "none", "causal", or "other"."""
+    has_bias: bool
+    """Whether something is added to the scores that hides none of them, such as ALiBi."""
     dtype: torch.dtype
 
     @property
@@ -65,6 +74,7 @@ class _Scores:
     """What an operator's result was made of: a batched matmul, then perhaps a softmax."""
 
     head_dim: int
+    has_bias: bool = False
     shape: AttentionShape | None = None
 
 
@@ -88,6 +98,10 @@ class AttentionFinder(TorchDispatchMode):
             # A mask or a scale leaves the number of scores as it is.
             if one.numel() == output.numel():
                 made_of = made_of or self._scores.get(_address(one))
+        if func in SUMS and made_of is not None:
+            added = [one for one in inputs if self._scores.get(_address(one)) is not made_of]
+            has_bias = made_of.has_bias or any(map(_is_bias, added))
+            made_of = replace(made_of, has_bias=has_bias)
         if func in PRODUCTS:
             # The last two inputs are multiplied; `baddbmm` adds the first to their product.
             left = inputs[-2]
@@ -95,9 +109,10 @@ class AttentionFinder(TorchDispatchMode):
             if weights is not None and weights.shape is not None:
                 self.calls[weights.shape] += 1
             # Any product may be one of queries and keys: only a softmax of it tells.
-            made_of = _Scores(head_dim=left.shape[-1])
+            has_bias = any(map(_is_bias, inputs[:-2])) and (kwargs or {}).get("beta", 1) != 0
+            made_of = _Scores(left.shape[-1], has_bias)
         elif func is aten._softmax.default and made_of is not None:
-            made_of = _Scores(made_of.head_dim, _describe(inputs[0], args[1], made_of.head_dim))
+            made_of = replace(made_of, shape=_describe(inputs[0], args[1], made_of))
         self._scores.pop(_address(output), None)
         if made_of is not None:
             self._scores[_address(output)] = made_of
@@ -108,7 +123,12 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _describe(scores: Tensor, dim: int, head_dim: int) -> AttentionShape | None:
+def _is_bias(added: Tensor) -> bool:
+    """Return whether what is added to scores does more than hide some of them."""
+    return bool(((added != 0) & (added > HIDDEN)).any())
+
+
+def _describe(scores: Tensor, dim: int, made_of: _Scores) -> AttentionShape | None:
     """Describe the attention of which these are the scores; None if it is no attention."""
     if scores.dim() < 3 or scores.shape[-1] < MIN_TOKENS:
         return None
@@ -127,8 +147,9 @@ def _describe(scores: Tensor, dim: int, head_dim: int) -> AttentionShape | None:
         leading=tuple(leading),
         queries=queries,
         keys=keys,
-        head_dim=head_dim,
+        head_dim=made_of.head_dim,
         mask=mask,
+        has_bias=made_of.has_bias,
         dtype=scores.dtype,
     )
 
@@ -157,6 +178,11 @@ def attention_rows(loop: Loop, rounds: dict[str, Any]) -> Iterator[dict[str, Any
             "shape": str(shape),
             "calls": calls[shape],
         }
+        if shape.has_bias:
+            # SDPA would need it as a mask of numbers, and most of its fused kernels take none.
+            reason = "a bias is added to the scores, with which SDPA is not tried"
+            yield about | {"attention": SDPA, **refusal_columns(reason)}
+            continue
         passes = _passes(shape, device)
         gradients = {name: dict(zip("qkv", run(), strict=True)) for name, run in passes.items()}
         error = largest_difference(gradients[SDPA], gradients[BY_HAND])
