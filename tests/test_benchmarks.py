@@ -41,21 +41,19 @@ def test_reports_agree_with_themselves_and_not_with_the_opposite(tmp_path, capsy
     assert "opposite tuned_step.gain" in capsys.readouterr().out
 
 
-def test_a_planted_cause_is_met_by_its_name_and_its_size_in_most_runs():
+def test_a_planted_cause_is_met_by_its_name_and_its_size_in_most_runs(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)  # where a script finds its neighbors
     planted = runpy.run_path(str(BENCHMARKS / "planted_causes.py"))
-    named = planted["Named"]
 
-    def verdict(*found, step_s=0.05, expected="input"):
-        true = planted["TrueSize"](0.020 if expected else 0.0, 0.05)
-        attempts = [planted["Attempt"](named(*one), step_s, true) for one in found]
-        return planted["judge"](attempts, expected).partition(":")[0]
+    def verdict(*named, step_ratio=1.0, expected="input"):
+        attempts = [planted["Named"](*one) for one in named]
+        true_share = 0.4 if expected else 0.0
+        return planted["judge"](attempts, expected, true_share, step_ratio).partition(":")[0]
 
-    right = ("input", 0.021)
-    assert verdict(right, right, ("input", 0.040)) == "met"
-    assert verdict(right, ("input", 0.030), ("input", 0.030)) == "MISSED"
-    assert verdict(right, ("another", 0.020), ("another", 0.020)) == "MISSED"
-    # Slower cores slow the cause and the step alike, to a limit.
-    assert verdict(("input", 0.022), step_s=0.055) == "met"
-    assert verdict(("input", 0.040), step_s=0.1) == "undecided"
+    right = ("input", 0.42)
+    assert verdict(right, right, ("input", 0.8)) == "met"
+    assert verdict(right, ("input", 0.6), ("input", 0.6)) == "MISSED"
+    assert verdict(right, ("another", 0.4), ("another", 0.4)) == "MISSED"
+    assert verdict(right, step_ratio=1.2) == "MISSED"
     assert verdict(("", 0.0), expected="") == "met"
-    assert verdict(("", 0.004), expected="") == "MISSED"
+    assert verdict(("", 0.08), expected="") == "MISSED"
