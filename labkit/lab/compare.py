@@ -20,23 +20,11 @@ from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer, Verdict
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
+from labkit.lab.point import REPETITION
 from labkit.lab.project import write_file
 from labkit.lab.ratios import PLACEMENT, USUAL_VARIATION, compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 
-# Parameters of how often and how long: runs that differ in them are comparable. By `ratio_within`,
-# a width of intervals, rounds ended before `gain` planned them: older runs have it.
-REPETITION = {
-    "seed",
-    "warmup",
-    "repeats",
-    "gain",
-    "ratio_within",
-    "rounds_s",
-    "sessions",
-    "timeout_s",
-    "budget_s",
-}
 # Further fields of a point that do not change what is measured.
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 

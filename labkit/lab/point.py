@@ -232,6 +232,13 @@ class TimedPoint(Point):
         return (1000 * self.seed + rank) % 2**63
 
 
+# How often and how long something is measured, and on which random numbers: points and runs that
+# differ in these alone did the same work. By `ratio_within`, a width of intervals, rounds ended
+# before `gain` planned them: older runs have it.
+REPETITION = {one.name for one in fields(TimedPoint)} - {one.name for one in fields(Point)}
+REPETITION |= {"timeout_s", "sessions", "budget_s", "ratio_within"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DevicePoint(TimedPoint):
     """A timed point on "cpu" or "cuda"."""

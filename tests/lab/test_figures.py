@@ -10,7 +10,7 @@ import pytest
 from labkit.lab.figures import Areas, Bars, Lines, Timeline
 from labkit.lab.figures.draw import draw as draw_results
 from labkit.lab.figures.draw import draw_frame
-from labkit.lab.figures.style import GROUPS, PALETTE, log_ticks
+from labkit.lab.figures.style import GROUPS, PALETTE, in_order, log_ticks
 from labkit.lab.metric import Metric, Results
 
 FRAME = pd.DataFrame(
@@ -277,6 +277,20 @@ def test_a_name_of_two_groups_has_the_same_place_in_both():
         for place, name in enumerate(group):
             places[name].add(place)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["nano, 64 tokens", "nano, 128 tokens", "mini, 64 tokens", "mini, 128 tokens"],
+        ["2 ranks, 512 KiB", "2 ranks, 1 MiB", "10 ranks, 1 MiB"],
+        ["torch", "ring", "mine"],
+        [2, 10, "torch"],
+    ],
+)
+def test_values_stand_in_natural_order_also_names_of_several_parts(names):
+    assert in_order(reversed(names)) == names
+    assert in_order(["b", "mine, 2", "a"]) == ["b", "mine, 2", "a"]
 
 
 def test_bars_stand_in_natural_order():

@@ -100,20 +100,39 @@ nano | mini | small | medium | large | xl | 2.7B | 10B
 _LINES = _TABLE.replace("\n  |", " |").strip().splitlines()
 GROUPS = tuple(tuple(line.split(" | ")) for line in _LINES)
 _PLACES = {name: place for group in GROUPS for place, name in enumerate(group)}
+BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def in_order(values: Iterable[Any]) -> list[Any]:
     """Return distinct values in natural order: numbers ascending, then names as in `GROUPS`.
 
-    Other names, such as a reader's own, come last, in the order in which they are given.
+    Names such as "mini, 128 tokens" go by their parts. Others, such as a reader's own, come last,
+    in the order in which they are given.
     """
     distinct = list(dict.fromkeys(values))
     numbers = sorted(value for value in distinct if not isinstance(value, str))
     names = [value for value in distinct if isinstance(value, str)]
     # A name may be in several groups: the group that has most of these names has their order.
-    groups = sorted(GROUPS, key=lambda group: -len({*group} & {*names}))
+    parts = {part for name in names for part in (name, *name.split(", "))}
+    groups = sorted(GROUPS, key=lambda group: -len(parts.intersection(group)))
     order = {name: place for place, name in enumerate(dict.fromkeys(chain(*groups)))}
-    return numbers + sorted(names, key=lambda name: order.get(name, len(order)))
+    return numbers + sorted(names, key=lambda name: _sort_key(name, order))
+
+
+def _sort_key(name: str, order: Mapping[str, int]) -> list[float]:
+    """Return the places of a name's parts; a number, as in "128 tokens", is its own place."""
+    if name in order:
+        return [order[name]]
+    key: list[float] = []
+    for part in name.split(", "):
+        value, _, unit = part.partition(" ")
+        if part in order:
+            key.append(order[part])
+        elif value.isdecimal():
+            key.append(int(value) * BYTES.get(unit, 1))
+        else:
+            return [len(order)]  # last
+    return key
 
 
 def _assign(values: Iterable[Any], choices: Sequence[str]) -> dict[Any, str]:

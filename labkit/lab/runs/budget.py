@@ -15,7 +15,7 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.point import MODEL_FIELDS, START_S, Point, by_ranks
+from labkit.lab.point import MODEL_FIELDS, REPETITION, START_S, Point, by_ranks
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, newest_runs
 from labkit.lab.units import format_seconds
@@ -23,9 +23,6 @@ from labkit.machine.description import Machine, describe_machine
 
 # Newest runs of a lab that are read.
 MAX_RUNS = 3
-# Fields by which two points may differ and still do the same work: they say how often it is
-# measured, and on which random numbers. Older runs have `ratio_within`.
-DURATION_FIELDS = {"seed", "timeout_s", "gain", "ratio_within", "repeats", "rounds_s"}
 # Work by which two machines are compared: a matmul and an addition of medium size.
 FLOPS = 1e9
 ADDED_BYTES = 2**24
@@ -196,7 +193,7 @@ def _elapsed(run: Run, pace: float = 1.0) -> dict[str, Elapsed]:
 
 
 def _key(about: Mapping[str, object]) -> str:
-    return json.dumps({name: about[name] for name in sorted(about) if name not in DURATION_FIELDS})
+    return json.dumps({name: about[name] for name in sorted(about) if name not in REPETITION})
 
 
 def _kind(point: Point) -> str:
