@@ -54,6 +54,8 @@ CHECKED_BATCH = 4
 CHECKED_ACCUMULATION = 2
 # In float64, relative to the largest change of a weight; rounding leaves some 1e-12.
 TOLERANCE = 1e-6
+# Columns of the checks that this process has made.
+_CHECKED: dict[tuple[str, Recipe, int], dict[str, Any]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +164,13 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     checks: dict[str, dict[str, Any]] = {}
     trainers: dict[str, Trainer] = {}
     for name in point.implementations:
-        check = partial(_check, name, recipe, data, point.seed)
-        checks[name] = row_of(name, check, device=device)
+        # Not once per seed: what is checked does not depend on it. All ranks run the same points,
+        # so they have checked the same.
+        key = (name, recipe, len(data.training[0]))
+        if key not in _CHECKED:
+            check = partial(_check, name, recipe, data, point.seed)
+            _CHECKED[key] = row_of(name, check, device=device)
+        checks[name] = _CHECKED[key]
         if checks[name]["status"] == "ok":
             trainers[name] = Trainer(name, recipe, point.seed)
         else:
