@@ -284,3 +284,25 @@ def test_notebooks_are_clean_and_thin(path):
             ast.ClassDef,
             ast.Lambda,
         }, "definitions belong in the package"
+
+
+CUDA_BRANCH = re.compile(
+    r"torch\.cuda\.|\.is_cuda\b|@triton\.jit|has_triton\(\)"
+    r'|(type|\bdevice) [!=]= "(cuda|cpu)"|== "nccl"'
+)
+EXECUTED_BY = ("interpreter", "compiled", "mock", "made up", "**nothing**", "names from")
+
+
+def test_docs_say_what_has_executed_each_file_with_a_branch_for_cuda():
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    rows = re.findall(r"^\|[^|]+\| (`[^|]+`) \| ([^|]+) \|$", page, re.MULTILINE)
+    listed = set()
+    for where, executed_by in rows:
+        assert executed_by.startswith(EXECUTED_BY), executed_by
+        for name in re.findall(r"`([^`]+)`", where):
+            files = [*(ROOT / "labkit").glob(name)]
+            assert files, f"{name} is gone"
+            listed.update(file for path in files for file in (path, *path.rglob("*.py")))
+    branches = [path for path in MODULES if CUDA_BRANCH.search(path.read_text())]
+    assert len(branches) > 40
+    assert [path for path in branches if path not in listed] == []
