@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
+from labkit.parallel.failures import check_group, describe_error
 from labkit.parallel.messages import cpu_group, gather_json
 from labkit.parallel.prepare import disable_compile, strides_like
 from labkit.parallel.transport import AUTO, Group, Transport, find_transport, member_group
@@ -71,6 +72,7 @@ def agree_once(subject: str, describe: Describe, group: Group = None) -> None:
     Raises ValueError on all ranks if descriptions differ. If `describe` raises on some ranks, their
     error is raised there, and ValueError with the reason of the first of them on the others.
     """
+    check_group(group)
     description, problem = _call(describe)
     _compare(subject, description, problem, group)
 
@@ -89,6 +91,7 @@ def agree_per_pass(
     Returns the int64 `numbers` of every rank, as many on each, by rank: they may differ.
     `transport`: between CPUs, as for `find_transport`.
     """
+    check_group(group)
     description, problem = _call(describe)
     connection = find_transport(cpu_group(member_group(group)), _CPU, transport)
     # All in one message: the checksum travels even if this rank has a problem, so nobody waits.
@@ -176,7 +179,7 @@ def _checksum(description: Mapping[str, str]) -> int:
 def _compare(
     subject: str, description: Mapping[str, str], problem: Exception | None, group: Group
 ) -> None:
-    reason = None if problem is None else _one_line(problem)
+    reason = None if problem is None else describe_error(problem)
     by_rank = gather_json([reason, [*description.items()]], member_group(group))
     if problem is not None:
         raise problem
@@ -189,12 +192,6 @@ def _compare(
             raise ValueError(
                 f"expected the same {subject} on every rank; {_difference(first, rank, items)}"
             )
-
-
-def _one_line(problem: Exception) -> str:
-    """Return the first line of an error, with its type unless it is for a caller's mistake."""
-    line = next(iter(str(problem).splitlines()), "")
-    return line if isinstance(problem, ValueError) else f"{type(problem).__name__}: {line}"
 
 
 def _difference(first: list[list[str]], rank: int, items: list[list[str]]) -> str:

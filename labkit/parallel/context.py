@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, RESERVED
 from labkit.nn.transformer import RotaryPositions, Transformer
 from labkit.parallel.agreement import agree_once
+from labkit.parallel.backward_pass import report_failures
 from labkit.parallel.context_attention import gather_attention, ring_attention
 from labkit.parallel.context_layout import (
     LAYOUTS,
@@ -79,6 +80,7 @@ def context_parallel(
         return {"layout": layout, "attention": getattr(attention, "__name__", attention)}
 
     agree_once("layout and attention", describe, members)
+    report_failures(model, members)
     for layer in model.layers:
         block: Any = layer.attention
         block.attend = _Attend(attention, members, layout, transport)

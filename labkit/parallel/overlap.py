@@ -1,7 +1,6 @@
 """Parts of communication that overlaps with backward, for data-parallel wrappers and FSDP.
 
-`BackwardPass` calls back at the end of autograd's pass; `GradientHooks`, for wrappers, when a
-gradient is ready.
+`GradientHooks`, for wrappers, call back when a gradient is ready (`backward_pass` at the end).
 
 A `Channel` runs collectives in the background, one after the other, over a transport of its own: on
 a CPU in a thread, on a GPU in a stream, while the caller goes on. A layer that communicates
@@ -23,44 +22,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import all_reduce
+from labkit.parallel.failures import explain_failure
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.traffic import record_collective
-from labkit.parallel.transport import CHOICES, make_separate_transport
-from labkit.torch_private import queue_callback
+from labkit.parallel.transport import CHOICES, make_separate_transport, member_group
 
 Wait = Callable[[], object]  # waits for the end of an action, and raises its error
 TORCH = "torch"
 _Task = tuple[Future[None], list[Callable[[], None]]]
-
-
-class BackwardPass:
-    """One pass at a time. Passes inside of it (re-entrant checkpointing) belong to it."""
-
-    def __init__(self) -> None:
-        self._callback: weakref.ref[Callable[[], None]] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Return whether a pass has begun and autograd still runs it."""
-        return self._callback is not None and self._callback() is not None
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Return whether an exception ended a pass."""
-        return self._callback is not None and self._callback() is None
-
-    def begin(self, at_end: Callable[[], None]) -> None:
-        """Ask autograd, during a pass, to call `at_end` when the pass is over."""
-        # a new object, which lives as long as autograd's record of the pass
-        callback = partial(at_end)
-        # The engine drops its callbacks with the pass, also after an error: the weak reference
-        # tells.
-        queue_callback(callback)
-        self._callback = weakref.ref(callback)
-
-    def reset(self) -> None:
-        """Forget a pass that is over."""
-        self._callback = None
 
 
 def weak_hook(owner: Any, method: Callable[..., None], *args: object) -> Callable[..., None]:
@@ -248,7 +217,14 @@ class BackgroundAllReduce:
             vector.div_(p)
         work = dist.all_reduce(vector, group=self.group, async_op=True)
         assert work is not None, "async_op=True returns the work"
-        return work.wait
+        return partial(self._wait, work)
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            explain_failure(error, member_group(self.group).get_group_store())
+            raise
 
     def average(self, vector: Tensor) -> None:
         """Replace the vector by its mean over ranks."""

@@ -46,6 +46,7 @@ from labkit.parallel.agreement import (
     describe_values,
     wait_for_ranks,
 )
+from labkit.parallel.backward_pass import report_failures
 from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.layouts import Layout, add_layout, get_layouts
 from labkit.parallel.losses import IGNORED
@@ -132,6 +133,7 @@ class TensorParallel(nn.Module):
         self._add_layouts()
         # in a list, since it is a layer of `module` alone
         self._heads = [layer for layer in model.modules() if isinstance(layer, VocabularyLinear)]
+        report_failures(self, ranks.group)
         self.register_state_dict_post_hook(save_parts)
         self.register_load_state_dict_pre_hook(load_parts)
 

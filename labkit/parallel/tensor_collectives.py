@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from labkit.parallel.failures import explained
 from labkit.parallel.gradients import fork_seed
 from labkit.parallel.layouts import Layout
 
@@ -80,7 +81,8 @@ class Ranks:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.transport == TORCH:
-            dist.all_reduce(tensor, group=self.group)
+            with explained(self.group):
+                dist.all_reduce(tensor, group=self.group)
         else:
             all_reduce(tensor, self.group, "sum", transport=self.transport)
         return tensor
@@ -95,7 +97,8 @@ class Ranks:
         if self.transport == TORCH:  # gloo gathers equal parts only
             padded = torch.cat([part.reshape(-1), part.new_empty(max(sizes) - part.numel())])
             landings = [torch.empty_like(padded) for _ in sizes]
-            dist.all_gather(landings, padded, group=self.group)
+            with explained(self.group):
+                dist.all_gather(landings, padded, group=self.group)
             return torch.cat(
                 [landing[:size] for landing, size in zip(landings, sizes, strict=True)]
             )
@@ -117,7 +120,8 @@ class Ranks:
         part = x.new_empty(x.shape[0], x.shape[1] // self.group.size(), x.shape[2])
         if self.transport == TORCH:
             parts = list(x.reshape(-1).split(part.numel()))
-            dist.reduce_scatter(part.view(-1), parts, group=self.group)
+            with explained(self.group):
+                dist.reduce_scatter(part.view(-1), parts, group=self.group)
         else:
             into = part.view(-1)
             reduce_scatter(x.contiguous(), self.group, "sum", into=into, transport=self.transport)

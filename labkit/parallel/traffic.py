@@ -12,10 +12,12 @@ its transport; what a transport adds to a message, and a program's own collectiv
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from labkit.parallel.failures import explain_failure
 from labkit.parallel.transport.base import Rounds, Transfer, Transport
 
 
@@ -91,12 +93,24 @@ class Call:
         """Carry out rounds of transfers, as `Transport.run`, and count their bytes."""
         for transfers in rounds:
             self._count(transfers)
-        self._transport.run(rounds, self._checksum)
+        try:
+            self._transport.run(rounds, self._checksum)
+        except RuntimeError as error:
+            explain_failure(error, self._transport.store)
+            raise
 
     def start(self, transfer: Transfer) -> Callable[[], None]:
         """Start a transfer, as `Transport.start`, and count its bytes."""
         self._count([transfer])
-        return self._transport.start(transfer)
+        finish = self._transport.start(transfer)
+        return partial(self._finish, finish)
+
+    def _finish(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except RuntimeError as error:
+            explain_failure(error, self._transport.store)
+            raise
 
     def _count(self, transfers: Sequence[Transfer]) -> None:
         if self._record is not None:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.parallel.data_parallel.base import DataParallel, UnusedParameterError
+from labkit.parallel.data_parallel.base import DataParallel
+from labkit.parallel.data_parallel.consistency import UnusedParameterError
 from labkit.parallel.data_parallel.wrappers import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from labkit.parallel.transport import SHARED
 

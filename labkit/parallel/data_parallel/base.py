@@ -36,9 +36,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.agreement import agree_once, wait_for_ranks
+from labkit.parallel.agreement import agree_once
+from labkit.parallel.backward_pass import BackwardPass
 from labkit.parallel.data_parallel.consistency import (
     UnevenInputs,
+    UnusedParameterError,
     broadcast,
     check_gradient,
     check_module,
@@ -46,10 +48,10 @@ from labkit.parallel.data_parallel.consistency import (
     describe_model,
     sync_used_flags,
 )
+from labkit.parallel.failures import check_group, report_failure
 from labkit.parallel.overlap import (
     TORCH,
     BackgroundAllReduce,
-    BackwardPass,
     GradientHooks,
     check_all_reduce,
     tensors_in,
@@ -58,10 +60,6 @@ from labkit.parallel.overlap import (
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.transport import member_group
 from labkit.torch_private import foreach_mul_
-
-
-class UnusedParameterError(RuntimeError):
-    """A backward pass gave some parameters no gradient."""
 
 
 class DataParallel(nn.Module, UnevenInputs):
@@ -85,8 +83,8 @@ class DataParallel(nn.Module, UnevenInputs):
 
     Raises ValueError, on all ranks, if model or arguments differ between them or `check_module`
     refuses the model. Forward and backward raise RuntimeError or ValueError with the parameter's
-    name rather than average wrongly. Catch an error in backward on all ranks or on none: a rank
-    that catches it alone waits for the others in its next pass, with a warning.
+    name rather than average wrongly. If a pass fails on some ranks only, all raise within two
+    seconds, and so does every later pass.
     """
 
     _overlaps = False  # whether gradients are averaged during backward
@@ -127,7 +125,7 @@ class DataParallel(nn.Module, UnevenInputs):
         self._broadcasts_next_forward = True
         self._is_armed = False
         self.lock = threading.Lock()  # autograd calls hooks in one thread per device
-        self._pass = BackwardPass()
+        self._pass = BackwardPass(group)
         self._ready = [False] * len(trained)
         self._hooks = GradientHooks(self, type(self)._mark_ready, self._backward_order)
 
@@ -153,15 +151,19 @@ class DataParallel(nn.Module, UnevenInputs):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. As torch's, this call decides if the next backward pass synchronizes."""
         self._pre_forward()
-        outputs = self.module(*args, **kwargs)
+        try:
+            outputs = self.module(*args, **kwargs)
+        except Exception as error:
+            if self._is_armed:  # the others' backward passes wait for this rank
+                report_failure(error, self.group)
+            raise
         self._post_forward(outputs)
         return outputs
 
     @disable_compile
     def _pre_forward(self) -> None:
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        # A forward pass during backward (checkpointing) belongs to the backward pass.
-        if torch.is_grad_enabled() and not self._pass.is_running:
+        if torch.is_grad_enabled() and not self._pass.is_running:  # not one of checkpointing
             self._hooks.check_newest()
             check_no_new_parameters(self.module, self._backward_order)
             self._abandon_unfinished_pass()
@@ -297,16 +299,14 @@ class DataParallel(nn.Module, UnevenInputs):
         self._pass.begin(self._finalize_backward)
 
     def _finalize_backward(self) -> None:
-        # After torch.autograd.grad, as for a penalty, backward may follow.
-        self._is_armed = not any(self._ready)
+        self._is_armed = not any(self._ready)  # autograd.grad, as for a penalty, sets none
         if self.finish_in_backward:
             self.finish_gradient_synchronization()
 
     def _abandon_unfinished_pass(self) -> None:
         """Reset a pass that an exception ended, once its collectives are over."""
-        if self._pass.is_unfinished and not self._join_config.enable:
-            # If it ended on this rank alone, the others would take this pass's messages for its.
-            wait_for_ranks("a pass after an error in backward", self.group)
+        # If one ended on this rank alone, the others would take this pass's messages for its.
+        check_group(self.group)
         if any(self._ready):
             if not self.finish_in_backward:
                 raise RuntimeError(

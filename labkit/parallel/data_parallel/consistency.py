@@ -24,6 +24,10 @@ TRAINS = 2
 BROADCASTS = 4
 
 
+class UnusedParameterError(RuntimeError):
+    """A backward pass gave some parameters no gradient."""
+
+
 def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> None:
     """Raise ValueError for a module whose gradients no wrapper can average, or that is on another
     device."""

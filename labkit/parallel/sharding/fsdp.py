@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, describe_model
+from labkit.parallel.failures import report_failure
 from labkit.parallel.overlap import Channel, tensors_in
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.hooks import OF_EVERY_MODULE, cast
@@ -95,7 +96,8 @@ class FSDP(nn.Module):
     on shards see the mean gradient. torch.compile compiles the model's code, not the gathers.
 
     After an error on one rank alone, the other ranks' pass fails, too, and so does every later one.
-    To go on, wrap a new model, and load this one's `state_dict()`.
+    To go on, wrap a new model, in a new group (`dist.new_group`), and load this one's
+    `state_dict()`.
 
     Raises ValueError, on all ranks of the group, if no parameter is trainable, for invalid
     arguments, and for models or arguments that differ between ranks; in a forward pass, if
@@ -165,6 +167,7 @@ class FSDP(nn.Module):
             return self.module(*args, **kwargs)
         except BaseException as error:
             self._state.abort_forward()
+            report_failure(error, self.group)
             for text, explanation in TORCH_ERRORS.items():
                 if text in str(error):
                     raise RuntimeError(explanation) from error

@@ -37,7 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.parallel.overlap import BackwardPass, Channel
+from labkit.parallel.backward_pass import BackwardPass
+from labkit.parallel.overlap import Channel
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.sharding.hooks import Hook, cast, find_gradient_nodes, register_post_backward
 from labkit.parallel.sharding.pass_agreement import PassAgreement
@@ -74,7 +75,7 @@ class FSDPState:
         self._expected: list[Unit] = []
         # A backward pass may follow the forward pass that is going on.
         self._has_backward = False
-        self._backward = BackwardPass()
+        self._backward = BackwardPass(group)
         # The unit whose reduce-scatter may be in flight.
         self._last_reduced: Unit | None = None
         for unit in units:

@@ -9,6 +9,8 @@ the ranks of a host share.
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,12 +37,19 @@ Group = dist.ProcessGroup | None
 # One of `CHOICES`, or a transport to use.
 TransportLike = str | Transport
 
+# Of a message that nobody sends.
+ABORT_TAG = TAG - 1
+
 _HOST = torch.device("cpu")
 # By device and preference.
 _Selections = dict[tuple[torch.device, str], Transport]
 
 # Per group, because scratch memory outlives a call; weak, because it must not outlive the group.
 _selections: weakref.WeakKeyDictionary[dist.ProcessGroup, _Selections] = weakref.WeakKeyDictionary()
+# All that are in use, with those of channels.
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Transport]] = (
+    weakref.WeakKeyDictionary()
+)
 _separate_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -63,9 +72,8 @@ def find_transport(
     selections = _selections.setdefault(members, {})
     transport = selections.get((device, preference))
     if transport is None:
-        selections[device, preference] = transport = _select(
-            members, device, preference, selections, TAG
-        )
+        transport = _select(members, device, preference, selections, TAG)
+        selections[device, preference] = _register(transport, members)
     return transport
 
 
@@ -78,7 +86,7 @@ def make_separate_transport(group: Group, device: torch.device, preference: str)
     group = member_group(group)
     # Another tag for each, the same on all ranks: messages in flight together are not mixed up.
     _separate_counts[group] = number = _separate_counts.get(group, 0) + 1
-    return _select(group, device, preference, {}, TAG + number)
+    return _register(_select(group, device, preference, {}, TAG + number), group)
 
 
 def transport_in_use(
@@ -88,6 +96,21 @@ def transport_in_use(
     memory."""
     transport = find_transport(group, device, preference)
     return transport.name, transport.reason
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections, of CPU memory: ranks that wait for it raise, then others.
+
+    From any thread. No message can be sent in the group afterwards.
+    """
+    for transport in [*_transports.get(group, ())]:
+        transport.leave()
+    backend: Any = group._get_backend(_HOST)
+    never = backend.recv([torch.empty(1)], (group.rank() + 1) % group.size(), ABORT_TAG)
+    # gloo cannot be aborted (torch 2.13), but where a wait is too long for the application, gloo
+    # closes all connections of the group.
+    with suppress(RuntimeError):
+        never.wait(timedelta(milliseconds=1))
 
 
 def member_group(group: Group) -> dist.ProcessGroup:
@@ -103,6 +126,12 @@ def member_group(group: Group) -> dist.ProcessGroup:
             f" {group!r}"
         )
     return group
+
+
+def _register(transport: Transport, group: dist.ProcessGroup) -> Transport:
+    transport.store = group.get_group_store()
+    _transports.setdefault(group, weakref.WeakSet()).add(transport)
+    return transport
 
 
 def _select(

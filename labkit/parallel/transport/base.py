@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,9 @@ class Transport(ABC):
     NCCL's, unless messages are requested: they know the machine's links.
     """
 
+    store: Any = None
+    """The group's, in which ranks say why a message does not come."""
+
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -166,6 +169,9 @@ class Transport(ABC):
 
         Through shared memory, ranks that still wait for its messages raise.
         """
+
+    def leave(self) -> None:  # noqa: B027 - connections of the group are closed by themselves
+        """Leave the group: ranks that wait for this one raise, also from another thread."""
 
     def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Return `count` vectors, (numel,), whose content is lost at the next call."""

@@ -58,7 +58,7 @@ def load_library() -> Any:
     library.connect_mailboxes.restype = ctypes.c_void_p
     library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
     library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
-    for function in (library.end_call, library.disconnect_mailboxes):
+    for function in (library.end_call, library.leave_group, library.disconnect_mailboxes):
         function.argtypes = [ctypes.c_void_p]
         function.restype = None
     library.run_rounds.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_long, ctypes.c_long]

@@ -340,6 +340,9 @@ Mailboxes* connect_mailboxes(long p, long rank, const long* addresses, const lon
 // This rank sends no more messages of its collective.
 void end_call(Mailboxes* mailboxes) { __atomic_fetch_add(mailboxes->ended(mailboxes->rank), 1, __ATOMIC_SEQ_CST); }
 
+// Let ranks that wait for this one give up. Another thread may be in a call.
+void leave_group(Mailboxes* mailboxes) { mailboxes->leave(); }
+
 void disconnect_mailboxes(Mailboxes* mailboxes) {
     mailboxes->leave();
     delete mailboxes;

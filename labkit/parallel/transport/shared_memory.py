@@ -130,6 +130,9 @@ class SharedTransport(Transport):
         self._n_ended += 1
         self._library.end_call(self._link)
 
+    def leave(self) -> None:
+        self._library.leave_group(self._link)
+
     def start(self, transfer: Transfer) -> Callable[[], None]:
         """Copy the message into slots; what does not fit follows while the other one arrives."""
         self._finish()

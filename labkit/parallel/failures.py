@@ -1,0 +1,112 @@
+"""A rank whose pass has failed, while the others wait for its messages.
+
+Ranks that fail together, as of a wrong shape, can go on together. One that fails alone, and whose
+program catches the error, has left a pass that the others cannot complete. What they wait for is a
+message, and a message of another pass would be taken for it.
+
+So a rank whose forward or backward pass fails counts the failure in the store of its group
+(`report_failure`). A thread then waits for the other ranks to do so, too. If one does not, the
+group is over: its connections are closed, and ranks that wait raise, with the reason from the store
+(`explain_failure`). A rank that goes on waits for this decision before its next pass
+(`check_group`). Passes that succeed cost nothing: no thread, no message, no look at the store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from labkit.parallel.transport import Group, abort, member_group
+
+# How long the other ranks may take to fail as well. Naps, not seconds: on a machine that is busy
+# with other things they take longer, as the other ranks do.
+NAPS = 20
+NAP_S = 0.05
+_END = "labkit: why the group is over"
+
+# The thread of this rank's last failure, until the next pass.
+_decisions: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class GroupOver(RuntimeError):
+    """A rank has failed alone; the message has its number and its reason."""
+
+    is_consequence = True  # a group of ranks that failed shows the other rank's error instead
+
+
+def report_failure(error: BaseException | None, group: Group = None) -> None:
+    """Note that a pass of this rank has failed; None: backward, where autograd does not say why."""
+    members = member_group(group)
+    if members.size() == 1 or members in _decisions:
+        return  # of several wrappers of a model, each reports the same failure
+    reason = "an error ended its backward pass" if error is None else describe_error(error)
+    arguments = (members, f"rank {members.rank()}: {reason}")
+    _decisions[members] = threading.Thread(target=_decide, args=arguments, daemon=True)
+    _decisions[members].start()
+
+
+def check_group(group: Group = None) -> None:
+    """Raise GroupOver, before a pass, if the pass before failed on this rank and not on all."""
+    if not _decisions:
+        return
+    members = member_group(group)
+    decision = _decisions.pop(members, None)
+    if decision is not None:
+        decision.join()
+        explain_failure(None, members.get_group_store())
+
+
+def explain_failure(error: RuntimeError | None, store: Any) -> None:
+    """Raise GroupOver if that is why a message has failed. `store`: the group's."""
+    if store is not None and store.check([_END]):
+        reason = store.get(_END).decode()
+        raise GroupOver(
+            f"{reason}; it failed alone, so this group is over: make a new one, and a new wrapper"
+        ) from error
+
+
+@contextmanager
+def explained(group: dist.ProcessGroup) -> Iterator[None]:
+    """Explain failures of torch's collectives in a block."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain_failure(error, group.get_group_store())
+        raise
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the first line of an error, with its type unless it is for a caller's mistake."""
+    line = next(iter(str(error).splitlines()), "")
+    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
+
+
+def _decide(members: dist.ProcessGroup, reason: str) -> None:
+    """Wait for the other ranks to fail as well; end the group if one does not."""
+    try:
+        store = members.get_group_store()
+        number = store.add(_count_key(members.rank()), 1)
+        for _ in range(NAPS):
+            counts = [store.add(_count_key(rank), 0) for rank in range(members.size())]
+            if store.check([_END]):
+                break  # this rank fails because another one has, and others may wait for this one
+            if min(counts) >= number:
+                return
+            time.sleep(NAP_S)
+        else:
+            store.set(_END, reason)
+        abort(members)
+    except Exception:
+        return  # the program has ended meanwhile, and its store with it
+
+
+def _count_key(rank: int) -> str:
+    return f"labkit: failures of rank {rank}"
