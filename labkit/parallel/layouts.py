@@ -11,6 +11,8 @@ of a `CutParameter` is a `CutGradient`; state dicts have DTensors (`labkit.paral
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -75,6 +77,8 @@ class CutTensor(Tensor):
     """
 
     result_class: type[Tensor]
+    refuses_numbers = False
+    """Whether a norm or a sum of all elements is refused, too. Logs may read the part's."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,16 +86,12 @@ class CutTensor(Tensor):
         with DisableTorchFunctionSubclass():
             result = func(*args, **options)
         if not isinstance(result, Tensor):
-            return result
+            return _refuse(func) if cls.refuses_numbers and func is FOREACH_NORM else result
         if result is options.get("out") or any(result is each for each in args[:1]):
             return result  # in place
-        # Not a norm or a sum of all elements: logs read the part's.
-        if result.dim() or func is Tensor.dot:
+        if result.dim() or func is Tensor.dot or cls.refuses_numbers:
             if func.__name__ in _MIXES_ELEMENTS:
-                raise ValueError(
-                    "expected an optimizer that treats each element of a gradient alone, as SGD and"
-                    f" Adam do: {func.__name__}() of a cut matrix's part is not the matrix's"
-                )
+                _refuse(func)
             if func.__name__ not in ("detach", "clone"):
                 result.__class__ = cls.result_class
         return result
@@ -106,6 +106,22 @@ class CutTensor(Tensor):
 
 
 CutTensor.result_class = CutTensor
+
+
+class CutTensorInStep(CutTensor):
+    """What is computed from a cut parameter, or its gradient, in the step of an optimizer."""
+
+    refuses_numbers = True
+
+
+CutTensorInStep.result_class = CutTensorInStep
+
+
+def _refuse(func: Any) -> NoReturn:
+    raise ValueError(
+        "expected an optimizer that treats each element alone, as SGD and Adam do:"
+        f" {func.__name__}() of a cut matrix's part is not the matrix's"
+    )
 
 
 class CutGradient(CutTensor):
@@ -150,8 +166,9 @@ _READ_BY_TRAINERS = {
 # Names of functions that mix elements of a matrix, if their result is more than one number.
 _PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "dot", "einsum")
 _DECOMPOSITIONS = ("linalg_svd", "svd", "linalg_qr", "qr", "linalg_eigh")
-_REDUCTIONS = ("norm", "linalg_vector_norm", "mean", "sum", "amax", "amin", "var", "std")
-_MIXES_ELEMENTS = {*_PRODUCTS, *_DECOMPOSITIONS, *_REDUCTIONS}
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "frobenius_norm")
+_REDUCTIONS = ("mean", "sum", "max", "min", "amax", "amin", "var", "std")
+_MIXES_ELEMENTS = {*_PRODUCTS, *_DECOMPOSITIONS, *_NORMS, *_REDUCTIONS}
 
 
 class CutParameter(nn.Parameter):
@@ -161,9 +178,14 @@ class CutParameter(nn.Parameter):
     user puts in their place later.
     """
 
+    is_watched = False
+    """Whether an optimizer has read the gradient, and is watched if it is not torch's."""
+
     @property
     def grad(self) -> Any:
         """The gradient of this rank's part."""
+        if not self.is_watched:
+            self._watch_optimizer()
         gradient = _GRAD.__get__(self)
         if type(gradient) is Tensor:
             gradient = gradient.as_subclass(CutGradient)
@@ -178,6 +200,81 @@ class CutParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+    def _watch_optimizer(self) -> None:
+        """Watch the steps of the optimizer that reads the gradient, if one does.
+
+        Nobody tells a parameter its optimizer, and a hook on all optimizers would change torch for
+        others. Readers that are none, as clipping, come before or after it.
+        """
+        frame = sys._getframe(2)
+        for _ in range(READER_FRAMES):
+            optimizer = frame.f_locals.get("self")
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self.is_watched = True
+                is_ours = type(optimizer).__module__.startswith("labkit.")  # has torch's inside
+                if type(optimizer) not in ELEMENTWISE and not is_ours and optimizer not in _watched:
+                    _watched.add(optimizer)
+                    optimizer.register_step_pre_hook(_begin_step)
+                    optimizer.register_step_post_hook(_end_step)
+                    if frame.f_code.co_name != "zero_grad":
+                        _begin_step(optimizer)  # its first step has begun
+                return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
+
+
+class CutParameterInStep(CutParameter):
+    """This rank's part while an optimizer steps that may compute norms of whole parameters."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled():  # an error has ended the step
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return CutTensorInStep.__torch_function__(func, types, args, kwargs)
+
+
+# Frames from an optimizer's method to what reads gradients for it.
+READER_FRAMES = 4
+# Optimizers of torch that treat each element alone; others are watched.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    _set_classes(optimizer, CutParameterInStep, CutTensorInStep)
+
+
+def _end_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    _set_classes(optimizer, CutParameter, CutGradient)
+
+
+def _set_classes(
+    optimizer: torch.optim.Optimizer,
+    parameter_class: type[CutParameter],
+    gradient_class: type[CutTensor],
+) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, CutParameter):
+                gradient = parameter.grad
+                if isinstance(gradient, CutTensor):
+                    gradient.__class__ = gradient_class
+                parameter.__class__ = parameter_class
 
 
 _GRAD: Any = Tensor.grad

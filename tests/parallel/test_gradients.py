@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,52 @@ def test_optimizers_that_mix_elements_are_refused(name: str, is_sharded: bool) -
         optimizer.step(lambda: parameters[0].grad.detach().sum())  # type: ignore[union-attr]
     assert "\n" not in str(refusal.value)
     assert bool((parameters[0] == before).all())
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps as long as the parameter (LAMB, LARS), the gradient (NovoGrad), or as given (Lion)."""
+
+    def __init__(self, params: list[nn.Parameter], length: Callable[[Any], Any]) -> None:
+        super().__init__(params, {})
+        self.length = length
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p].setdefault("average", torch.zeros_like(p))
+                p.add_(state.lerp_(p.grad, 0.1).sign(), alpha=-float(self.length(p)))
+
+
+NORMS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda p: p.norm(),
+    "sum of squares": lambda p: p.data.pow(2).sum().sqrt(),
+    "norm of the update": lambda p: (torch.zeros_like(p) + p.grad).norm(),
+    "foreach": lambda p: torch._foreach_norm([p])[0],
+    "norm of a gradient": lambda p: p.grad.square().sum(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("is_first_read", [True, False])
+def test_norms_in_an_optimizers_step_are_refused(name: str, is_first_read: bool) -> None:
+    """They would be of this rank's part. Outside of steps, and elementwise, all is as before."""
+    (cut, *_), (matrix, *_) = make_parameters()
+    optimizer = Lamb([cut], NORMS[name])
+    if not is_first_read:
+        optimizer.zero_grad()
+        cut.grad = matrix.chunk(2)[dist.get_rank()].clone()
+    before = cut.detach().clone()
+    with pytest.raises(ValueError, match="part"):
+        optimizer.step()
+    assert bool((cut == before).all())
+    optimizer.length = lambda _: 0.1
+    optimizer.step()
+    assert float((cut - before).abs().max()) == pytest.approx(0.1)
+    assert type(cut.detach() * cut.norm()) is Tensor
+    loss: Tensor = (cut * 2).sum()
+    assert type(loss) is Tensor
 
 
 ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
