@@ -53,8 +53,8 @@ def try_training(
     With --ranks: wrappers and stages of ZeRO, torch's and labkit's, instead of changes.
     With --batch auto, or several values as in --set batch=8,16: these values instead.
 
-    Exit status: 0; 1 if a busy run was not saved; 3 if a step is slower than its baseline by more
-    than 5%.
+    Exit status: 0; 1 if a busy run was not saved; 3 if a step, or a part of it, is slower than its
+    baseline by more than 5%.
     """
     # Not above: torch takes seconds to import, and `labkit --help` needs none of it.
     from labkit.check.trainings import compare_with_baseline, save_training
@@ -87,7 +87,7 @@ def try_training(
     since_baseline = None if save or run.is_busy else compare_with_baseline(run)
     summary.finish(run)
     if since_baseline is not None:
-        summary.print_change(since_baseline)
+        summary.print_change(since_baseline, run)
     if as_json:
         (found,) = json.loads(lab.found(run.results()).to_json(orient="records"))
         print_json("try", numbers(run, since_baseline), run=str(run.path), found=found)

@@ -1,6 +1,5 @@
 """What `labkit try` prints: the step, changes, values of an argument, ranks, and the baseline."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from labkit.lab.commands.console import print_table
@@ -41,24 +40,27 @@ class Summary:
             describe_effects,
             describe_gain,
             gains,
+            sdpa_gains,
         )
         from labkit.studies.your_training.rank_tables import STRATEGY
 
         if not self._has_step:
             _print_step(self._console, run)
-        table = gains(run.results())
         if run.is_busy:
             self._console.print(
                 "busy     other programs were at work: nothing below is a gain; measure again"
             )
-        if len(table):
-            self._console.print("changes, each in turns with yours, gradients compared:")
         rows = []
-        for row in table.to_dict("records"):
+        for row in gains(run.results()).to_dict("records"):
             gain = describe_gain(row, is_busy=run.is_busy)
             rows.append((f"  {row['change']}", gain, describe_effects(row)))
+        for row in sdpa_gains(run.results()).to_dict("records"):
+            is_timed = isinstance(row["verdict"], str)
+            gain = describe_gain(row, is_busy=run.is_busy) if is_timed else row["reason"]
+            rows.append((f"  SDPA at {row['line']}", gain, f"of the attention {row['shape']}"))
+        if rows:
+            self._console.print("changes, each in turns with yours, gradients compared:")
         print_table(rows, console=self._console)
-        _print_attention(self._console, run)
         _print_arguments(self._console, run)
         _print_ranks(self._console, run)
         failures = [*CHANGE.failures(run.frame()), *ARGUMENT.failures(run.frame())]
@@ -71,18 +73,23 @@ class Summary:
             self._console.print(f"not measured: {note.reason}")
         self._console.print(f"page     labkit report --run {run.name}")
 
-    def print_change(self, change: "TrainingChange") -> None:
-        """Print what changed since the baseline, and what may explain it."""
+    def print_change(self, change: "TrainingChange", run: "Run") -> None:
+        """Print what changed from the baseline to a run, and what may explain it."""
         from labkit.check.trainings import MIN_RUNS
 
-        newest = change.baseline[-1].header.started
-        about = f"since the baseline ({len(change.baseline)}, the newest of {newest:%Y-%m-%d})"
+        newest = change.baseline[-1]
+        n_runs = f"{len(change.baseline)} run{'s' if len(change.baseline) > 1 else ''}"
+        about = f"since the baseline ({n_runs}, the newest of {newest.header.started:%Y-%m-%d})"
         if change.blockers:
             reasons = ", ".join(map(str, change.blockers))
             self._console.print(f"{about}: not comparable: {reasons}")
             return
         others = ", ".join(map(str, change.differences)) or "the same software"
         self._console.print(f"{about}: {others}; the machine is the same")
+        found_then = describe_found(newest)
+        # The file may have changed, too.
+        if found_then != describe_found(run):
+            self._console.print(f"  then     {found_then}")
         rows = []
         for part, row in change.parts.iterrows():
             ends = f"[{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
@@ -101,7 +108,7 @@ def _print_step(console: Any, run: "Run") -> None:
     from labkit.studies.your_training import lab
 
     results = run.results()
-    console.print(f"found    {describe_found(lab.found(results).iloc[0])}")
+    console.print(f"found    {describe_found(run)}")
     parts = lab.parts(results).to_dict("records")
     # The last row is the step, the sum of the others.
     step = parts.pop()
@@ -124,23 +131,6 @@ def _print_step(console: Any, run: "Run") -> None:
         peak = format_bytes(largest["peak_bytes"])
         held = f"{largest['holder']}, {largest['of_peak_percent']:.0f}%"
         console.print(f"memory   peak {peak}; most: {held}")
-
-
-def _print_attention(console: Any, run: "Run") -> None:
-    """Print what SDPA would save of each attention by hand."""
-    from labkit.studies.your_training.attention import SDPA
-    from labkit.studies.your_training.gains import describe_gain, sdpa_gains
-
-    results = run.results()
-    rows = []
-    for row in sdpa_gains(results).to_dict("records"):
-        gain = describe_gain(row, is_busy=run.is_busy)
-        rows.append((f"  SDPA at {row['line']}", gain, f"of the attention {row['shape']}"))
-    # Neither timed: a wrong SDPA, and attention that it cannot replace.
-    untimed = results.rows(["line", "shape", "reason"], kind="attention", attention=SDPA)
-    for row in untimed[untimed["reason"].notna()].to_dict("records"):
-        rows.append((f"  SDPA at {row['line']}", row["reason"], f"of the attention {row['shape']}"))
-    print_table(rows, console=console)
 
 
 def _print_arguments(console: Any, run: "Run") -> None:
@@ -204,8 +194,11 @@ def _print_ranks(console: Any, run: "Run") -> None:
         console.print(f"late     rank {row['rank']}: {later}")
 
 
-def describe_found(found: Mapping[str, Any]) -> str:
+def describe_found(run: "Run") -> str:
     """What the setup returned: "GPT, 4.9M parameters; batch 8 x 128; AdamW; ..."."""
+    from labkit.studies.your_training import lab
+
+    found = lab.found(run.results()).iloc[0]
     optimizer = str(found["optimizer"])
     if not found["has_own_optimizer"]:
         optimizer += " (the setup has none)"

@@ -10,12 +10,18 @@ NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "
 
 def user_line(error: Exception) -> str:
     """Return the deepest line of a user's code, as ", line 3 of the cell", or ""."""
+    file, number = deepest_user_line(error)
+    return f", line {number} of {file}" if file else ""
+
+
+def deepest_user_line(error: BaseException) -> tuple[str, int | None]:
+    """Return file and number of the deepest line of a user's code; "" and None without one."""
     # The deepest: above it the same error passes through the loops that called the code.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        place = user_file(frame.filename)
-        if place:
-            return f", line {frame.lineno} of {place}"
-    return ""
+        file = user_file(frame.filename)
+        if file:
+            return file, frame.lineno
+    return "", None
 
 
 def user_file(path: str) -> str:

@@ -21,7 +21,9 @@ def _home(monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
 
 
-def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None, cores=1.0):
+def run_of(
+    tmp_path, number, *, slower=None, torch=None, cpu=None, file=None, cores=1.0, found=None
+):
     """The recorded run as another day would have it: each part a little faster or slower."""
     run = recorded("your_training")
     rng = np.random.default_rng(number)
@@ -35,6 +37,8 @@ def run_of(tmp_path, number, *, slower=None, torch=None, cpu=None, file=None, co
             factor *= 1.0 if part == "input" else cores
             seconds = [factor * one for one in row.values["seconds"]]
             row = row.model_copy(update={"values": row.values | {"seconds": seconds}})
+        if row.values.get("kind") == "found":
+            row = row.model_copy(update={"values": row.values | (found or {})})
         rows.append(row)
     yardstick = [cores * (0.004 + 1e-6 * one) for one in range(20)]
     rows.append(rows[-1].model_copy(update={"values": {"kind": "yardstick", "seconds": yardstick}}))
@@ -136,6 +140,15 @@ def test_the_command_saves_a_baseline_and_ends_with_status_3_if_a_step_is_slower
     assert ratios["input since the baseline"]["validity"] == NO_DIFFERENCE_SHOWN
     assert ratios["your_training.changes"]["verdict"] == "yes"
     assert document["found"]["optimizer"] == "AdamW"
+
+
+def test_the_command_says_what_the_setup_returned_then_if_it_returns_something_else(
+    monkeypatch, tmp_path
+):
+    carry_out(monkeypatch, run_of(tmp_path, 1), "--save")
+    for found, n_times in (({}, 1), ({"n_parameters": 5_000_000}, 2)):
+        outcome = carry_out(monkeypatch, run_of(tmp_path, 2, found=found))
+        assert outcome.stdout.count("parameters; batch 8 x 128") == n_times
 
 
 def test_the_command_prints_changes_that_pay_as_python(monkeypatch, tmp_path):

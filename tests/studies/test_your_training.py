@@ -19,7 +19,7 @@ from labkit.lab.metric import Results
 from labkit.lab.project import notebook_path
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES
-from labkit.studies.your_training.gains import describe_effects, describe_gain
+from labkit.studies.your_training.gains import describe_effects, describe_gain, sdpa_gains
 from labkit.studies.your_training.lab import LAB, is_example
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
@@ -235,14 +235,17 @@ def test_attention_with_a_bias_is_not_compared_with_one_that_has_none() -> None:
     def masked(x: torch.Tensor) -> torch.Tensor:
         return torch.baddbmm(torch.where(PADDING, -1e9, 0.0), x, x.mT).softmax(-1) @ x
 
-    def statuses(attend: Any) -> list[str]:
+    def rows_with(attend: Any) -> list[dict[str, Any]]:
         batches = [torch.randn(4, 32, 16)]
         loss = lambda model, x: attend(model(x)).mean()  # noqa: E731
         point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1)
-        return [row["status"] for row in measure(point, lambda: (nn.Linear(16, 16), batches, loss))]
+        return [*measure(point, lambda: (nn.Linear(16, 16), batches, loss))]
 
-    assert statuses(biased) == ["refused"]
-    assert statuses(masked) == ["ok", "ok"]
+    assert [row["status"] for row in rows_with(masked)] == ["ok", "ok"]
+    (refused,) = rows_with(biased)
+    assert refused["status"] == "refused"
+    (row,) = sdpa_gains(Results(pd.DataFrame([refused]))).to_dict("records")
+    assert row["reason"] == refused["reason"]
 
 
 PADDING = torch.arange(32) > 20

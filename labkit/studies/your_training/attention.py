@@ -6,7 +6,6 @@ that. No code of the reader's can be replaced, so both are timed alone, at the s
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,11 +78,12 @@ class _Scores:
 
 
 class AttentionFinder(TorchDispatchMode):
-    """Counts the attention by hand among the operators of a forward pass, by its shape."""
+    """Finds the attention by hand among the operators of a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[AttentionShape] = Counter()
+        self.shapes: list[AttentionShape] = []
+        """Each once, in the order of the pass."""
         self._scores: dict[int, _Scores] = {}
         """By address. Every operator renews that of its result, so none is of a freed tensor."""
 
@@ -106,8 +106,9 @@ class AttentionFinder(TorchDispatchMode):
             # The last two inputs are multiplied; `baddbmm` adds the first to their product.
             left = inputs[-2]
             weights = self._scores.get(_address(left))
-            if weights is not None and weights.shape is not None:
-                self.calls[weights.shape] += 1
+            shape = weights.shape if weights is not None else None
+            if shape is not None and shape not in self.shapes:
+                self.shapes.append(shape)
             # Any product may be one of queries and keys: only a softmax of it tells.
             has_bias = any(map(_is_bias, inputs[:-2])) and (kwargs or {}).get("beta", 1) != 0
             made_of = _Scores(left.shape[-1], has_bias)
@@ -154,30 +155,25 @@ def _describe(scores: Tensor, dim: int, made_of: _Scores) -> AttentionShape | No
     )
 
 
-def find_attention(loop: Loop) -> Counter[AttentionShape]:
-    """Run a forward pass of a loop in its turn; return the attention by hand, and its calls."""
+def find_attention(loop: Loop) -> list[AttentionShape]:
+    """Run a forward pass of a loop in its turn; return the shapes of its attention by hand."""
     loop.take_batch()
     with AttentionFinder() as finder:
         loop.forward()
     loop.backward()
     loop.training.optimizer.zero_grad()
-    return finder.calls
+    return finder.shapes
 
 
 def attention_rows(loop: Loop, rounds: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield seconds of forward and backward pass, by hand and by SDPA, for the largest shapes.
 
-    `calls`: per step. SDPA is timed only if its gradients are those by hand.
+    SDPA is timed only if its gradients are those by hand.
     """
-    calls = find_attention(loop)
     device = loop.training.device
-    for shape in sorted(calls, key=lambda one: one.n_scores, reverse=True)[:MAX_SHAPES]:
-        about: dict[str, Any] = {
-            "kind": "attention",
-            "line": shape.line,
-            "shape": str(shape),
-            "calls": calls[shape],
-        }
+    shapes = sorted(find_attention(loop), key=lambda one: one.n_scores, reverse=True)
+    for shape in shapes[:MAX_SHAPES]:
+        about = {"kind": "attention", "line": shape.line, "shape": str(shape)}
         if shape.has_bias:
             # SDPA would need it as a mask of numbers, and most of its fused kernels take none.
             reason = "a bias is added to the scores, with which SDPA is not tried"

@@ -9,7 +9,7 @@ import pandas as pd
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Metric, Results
 from labkit.studies.shared.tables import join
-from labkit.studies.your_training.attention import BY_HAND
+from labkit.studies.your_training.attention import BY_HAND, SDPA
 from labkit.studies.your_training.changes import CHANGES, COMPILE
 from labkit.studies.your_training.worker import TOGETHER, YOURS
 
@@ -63,10 +63,16 @@ def _add_savings(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def sdpa_gains(results: Results) -> pd.DataFrame:
-    """Return what SDPA saves of each attention by hand, the largest first."""
+    """Return what SDPA saves of each attention by hand, the largest first.
+
+    Then, with a `reason`, attention on which it was not timed: if there is any.
+    """
     table = ATTENTION.ratios_to(BY_HAND, results.frame)
     table = table.reindex(columns=["line", "shape", "ratio", "low", "high", "verdict"])
-    return _add_savings(table).sort_values("less_percent", ascending=False, ignore_index=True)
+    table = _add_savings(table).sort_values("less_percent", ascending=False, ignore_index=True)
+    untimed = results.rows(["line", "shape", "reason"], kind="attention", attention=SDPA)
+    untimed = untimed[untimed["reason"].notna()]
+    return pd.concat([table, untimed], ignore_index=True) if len(untimed) else table
 
 
 def arguments(results: Results) -> pd.DataFrame:

@@ -15,7 +15,6 @@ import importlib.util
 import inspect
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.lab.user_lines import user_file
+from labkit.lab.user_lines import deepest_user_line
 from labkit.parallel.ranks.results import is_out_of_memory
 
 Loss = Callable[[Any, Any], Tensor]
@@ -162,11 +161,8 @@ def _last_user_line(error: BaseException) -> str:
     # A file with a syntax error has not run, and stands in no frame.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        name = user_file(frame.filename)
-        if name:
-            return f"{name}:{frame.lineno}"
-    return ""
+    file, number = deepest_user_line(error)
+    return f"{file}:{number}" if file else ""
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

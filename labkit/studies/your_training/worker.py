@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,8 +14,7 @@ from labkit.bench.check import OK, refusal_columns
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.intervals import estimate_paired
 from labkit.lab.point import TimedPoint
-from labkit.parallel.ranks.results import is_out_of_memory
-from labkit.studies.shared.alternatives import sum_rounds
+from labkit.studies.shared.alternatives import describe_failure, sum_rounds
 from labkit.studies.your_training.arguments import default_batch, find_batches, measure_values
 from labkit.studies.your_training.attention import attention_rows
 from labkit.studies.your_training.changes import CHANGES, apply_all
@@ -126,9 +124,8 @@ class Bench:
         with loop.turn():
             samples = time_parts_interleaved({YOURS: loop.parts}, device=device, **options)[YOURS]
             samples[STEP] = sum_rounds(samples, PARTS)
-            threads = torch.get_num_threads()
             for part, seconds in samples.items():
-                yield {"kind": "part", "part": part, "seconds": seconds, "threads": threads}
+                yield {"kind": "part", "part": part, "seconds": seconds}
             # Not between the steps: workers of a loader would go on in the meantime.
             yield {"kind": YARDSTICK, "seconds": yardstick_s + time_yardstick()}
             # On a GPU operators run behind the lines that launch them: stacks say nothing.
@@ -172,8 +169,8 @@ class Bench:
         """Yield two rows, yours and the changed one; one row with a reason if the change fails."""
         is_exact = all(CHANGES[name].precision == "float32" for name in names)
         precision = "float32" if is_exact else "bfloat16"
+        yours = Loop(self.build())
         try:
-            yours = Loop(self.build())
             changed = Loop(self.build())
             apply_all(changed, names)
             checked = compare_results(yours, changed, precision=precision, seed=self.point.seed)
@@ -182,10 +179,7 @@ class Bench:
             yield {"change": label, "status": "failed", "reason": str(error)}
             return
         except Exception as error:
-            status = "oom" if is_out_of_memory(error) else "failed"
-            text = str(error).strip().partition("\n")[0][:200]
-            reason = f"{type(error).__name__}: {text}"
-            yield {"change": label, "status": status, "reason": reason}
+            yield {"change": label, **describe_failure(error, str(yours.training.device))}
             return
         if any(CHANGES[name].saves_memory for name in names):
             # The peak of a step, counted, relative to yours.
