@@ -29,7 +29,7 @@ FIELDS = tuple(Configuration.__dataclass_fields__)
 class TunedStepConfig(DeviceConfig):
     """The parameters of this lab. None: as the newest runs of the other labs here recommend."""
 
-    models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
+    models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["nano"]
     world_sizes: Some[Count] = [2]
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     attention: Annotated[str, one_of(lambda: ATTENTION)] | None = None

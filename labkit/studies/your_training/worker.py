@@ -40,7 +40,7 @@ TOGETHER = "all that pay"
 # Share of a step below which a change does not pay, whatever its interval says.
 MIN_GAIN = 0.03
 # Seconds of a turn: of several steps, if they are short.
-TURN_S = 0.1
+TURN_S = 0.05
 MAX_CALLS = 20
 # Seconds for which lines are sampled: a thousand samples.
 LINES_S = 1.0
