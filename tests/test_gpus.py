@@ -290,6 +290,15 @@ def test_another_program_is_one_that_uses_a_gpu_before_the_ranks_start(
     assert (busy_reason(load, 64) == "another program used a GPU") == is_busy
 
 
+def test_the_other_ranks_of_a_torchrun_job_are_no_other_program(cuda):
+    """Eight of them, which compute on all GPUs and cores once they have begun."""
+    # When the machine is described, before the ranks, and while they run.
+    states = {f"u{index}": _state(percent=[0, 0, 100]) for index in range(8)}
+    cuda(nvml=8, devices=[H100] * 8, states=states)
+    load = LoadMeter(owns_all_ranks=False).load(at_least_s=0)
+    assert (load.gpu.utilization, load.busy_cores, busy_reason(load, 64)) == (0, None, "")
+
+
 def test_a_machine_without_nvml_has_gpus_and_no_load(cuda):
     cuda(nvml=1, devices=[H100]).library = None
     machine = description.describe_machine()

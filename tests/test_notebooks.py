@@ -1,7 +1,7 @@
 """Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
 
 Every lab is executed once, at profile `smoke`; in `make test` two are, and four draw their
-recorded runs. The tests look at what that left. `tests/rehearsal/test_tries.py` runs the cells of
+recorded runs. The tests look at what that left. `tests/pages/test_tries.py` runs the cells of
 all labs, and tests/studies their workers.
 """
 

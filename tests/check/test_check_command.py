@@ -223,7 +223,7 @@ def test_two_at_once_are_refused_and_an_interrupted_check_saves_nothing(command,
             _check()
 
 
-@pytest.mark.parametrize("name", ["eight H100", "MIG", "container"])
+@pytest.mark.parametrize("name", ["8 H100", "1 MIG", "container"])
 def test_a_bundle_has_what_a_report_needs_names_the_machine_and_nobody(name, home, measured):
     machine = MACHINES[name].model_copy(update={"host": "anns-laptop"})
     measured(made_run(1, home / "check.jsonl", machine=machine))

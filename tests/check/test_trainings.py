@@ -11,7 +11,7 @@ from labkit.__main__ import app
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check.trainings import compare_with_baseline, load_trainings, save_training
 from labkit.lab.runs.store import Run
-from tests.rehearsal.pages import recorded
+from tests.pages.cells import recorded
 
 DRIFT = 0.01
 

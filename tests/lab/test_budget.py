@@ -27,7 +27,7 @@ from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
 from labkit.studies.tuned_step.worker import COMPILE_S
 from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint
-from tests.rehearsal.pages import recorded
+from tests.pages.cells import recorded
 
 
 def fake_points(*actions):

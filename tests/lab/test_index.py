@@ -23,7 +23,7 @@ from labkit.lab.wording import headline, statement
 from labkit.machine.description import describe_machine
 from labkit.studies import load_lab
 from tests.lab.fake_lab import FAKE, FakePoint, header
-from tests.rehearsal.pages import recorded
+from tests.pages.cells import recorded
 
 MAX_WORDS = 1500
 POINTS = [FakePoint(action="fine", size=size) for size in range(7)]

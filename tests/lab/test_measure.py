@@ -20,7 +20,7 @@ from labkit.lab.user_checks import AlternativeCheck
 from labkit.machine.description import describe_machine
 from labkit.studies import load_lab
 from tests.lab.fake_lab import FAKE, FakeConfig
-from tests.rehearsal.pages import recorded, run_of
+from tests.pages.cells import recorded, run_of
 
 
 def _measure(tmp_path, *actions, world_size=1, **options):

@@ -18,8 +18,8 @@ from labkit.nn.attention_implementations import unavailable_reason
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import LOCAL
 from tests.cases import thinned
+from tests.pages.cells import recorded, run_of
 from tests.parallel.shared_ranks import on_ranks
-from tests.rehearsal.pages import recorded, run_of
 
 CPU = torch.device("cpu")
 ON_CPU = [name for name in ATTENTION if unavailable_reason(name, CPU, torch.float32, 32) is None]

@@ -1,1 +1,1 @@
-"""Rehearsals of machines that are not here: GPUs, too little memory, a compiler that is missing."""
+"""Machines that are not here: GPUs of ten kinds, their drivers, compilers, streams and NCCL."""

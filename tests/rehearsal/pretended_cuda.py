@@ -18,12 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
-CPU = torch.device("cpu")
-GIB = 2**30
-MEMORY = 79 * GIB
-NAME = "NVIDIA H100 80GB HBM3"
-CAPABILITY = (9, 0)
-
+MEMORY = 79 * 2**30
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132
+)
 # CUDA lets a scalar of the CPU into element-wise operators, not into these.
 NO_SCALARS = {"stack", "cat", "concat", "hstack", "vstack"}
 NO_SCALARS |= {"bmm", "mm", "matmul", "linear", "embedding", "conv2d"}
@@ -31,6 +29,9 @@ NO_SCALARS |= {"bmm", "mm", "matmul", "linear", "embedding", "conv2d"}
 CROSSING = {"copy_", "__setitem__", "__getitem__", "set_", "_foreach_copy_", "equal", "__set__"}
 CROSSING |= {"type_as", "_has_compatible_shallow_copy_type", "is_same_size"}
 OF_THE_SAME_STORAGE = {"grad", "data", "T", "mT"}
+# By these the CPU waits for a GPU to have computed a value; `READ` lists what it has read.
+READING = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
+READ: list[str] = []
 
 
 class MixedDevices(RuntimeError):
@@ -45,7 +46,7 @@ def is_on_gpu(tensor):
 def _put_on_gpu(result):
     with torch._C.DisableTorchFunction():
         for tensor in tree_leaves(result):
-            # which knows its own device
+            # A fake tensor knows its own device.
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
                 tensor.untyped_storage().is_on_gpu = True
     return result
@@ -53,11 +54,6 @@ def _put_on_gpu(result):
 
 def _is_gpu(device):
     return torch.device("cuda" if isinstance(device, int) else device).type == "cuda"
-
-
-# By these the CPU waits for a GPU to have computed a value.
-READING = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
-READ: list[str] = []
 
 
 def _note_reading(name, args):
@@ -77,7 +73,7 @@ class PretendedDevice(TorchFunctionMode):
         if name == "__get__":
             return self._attribute(function, getattr(function.__self__, "__name__", ""), args)
         if name in ("to", "cpu", "cuda"):
-            return self._moved(name, function, args, kwargs)
+            return self._moved(name, *args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name == "_parse_to" or any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return function(*args, **kwargs)
@@ -107,28 +103,18 @@ class PretendedDevice(TorchFunctionMode):
         result = function(*args)
         return _put_on_gpu(result) if there and attribute in OF_THE_SAME_STORAGE else result
 
-    def _moved(self, name, function, args, kwargs):
-        tensor, *rest = args
-        source = target = is_on_gpu(tensor)
-        if name != "to":
-            target = name == "cuda"
-            rest = []
-            kwargs = {}
-        for place, value in [*enumerate(rest), *kwargs.items()]:
-            if isinstance(value, torch.Tensor):
-                target = is_on_gpu(value)
-            elif isinstance(value, str | torch.device) or (
-                isinstance(value, int) and not isinstance(value, bool)
-            ):
-                target = _is_gpu(value)
-                (kwargs if isinstance(place, str) else rest)[place] = "cpu"
+    def _moved(self, name, tensor, *rest, copy=False, **options):
+        """`Tensor.to`, `Tensor.cpu` and `Tensor.cuda`."""
+        is_there = is_on_gpu(tensor)
         with torch._C.DisableTorchFunction():
-            result = torch.Tensor.to(tensor, *rest, **kwargs)
-            if (
-                target != source
-                and result.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            ):
-                result = result.clone()
+            device = torch.device("cpu" if name == "to" else name)
+            dtype = None
+            if name == "to":
+                device, dtype, *_ = torch._C._nn._parse_to(*rest, **options)
+            target = is_there if device is None else device.type == "cuda"
+            if rest and isinstance(rest[0], torch.Tensor):
+                target = is_on_gpu(rest[0])
+            result = tensor.to(dtype or tensor.dtype, copy=copy or target != is_there)
         return _put_on_gpu(result) if target else result
 
     def _check(self, name, tensors, there):
@@ -185,16 +171,19 @@ class Stream:
         if last is not None:
             self.log.append(f"{self.name} waits for {last}")
 
-    @classmethod
-    def current(cls, device=None):
-        return cls.used[-1] if cls.used else cls(name="compute")
+    def reads(self, tensor):
+        self.log.append(f"{self.name} reads {tuple(tensor.shape)}")
 
-    @classmethod
-    @contextmanager
-    def use(cls, stream):
-        cls.used.append(stream)
-        yield
-        cls.used.pop()
+
+def current_stream(device=None):
+    return Stream.used[-1] if Stream.used else Stream(name="compute")
+
+
+@contextmanager
+def _use_stream(stream):
+    Stream.used.append(stream)
+    yield
+    Stream.used.pop()
 
 
 class _Autocast(torch.autocast):
@@ -210,18 +199,15 @@ class _Generator(_GENERATOR):
         return _GENERATOR()
 
 
-def _record_stream(tensor, stream):
-    stream.log.append(f"{stream.name} reads {tuple(tensor.shape)}")
-
-
 def _backward(tensor, *args, **options):
     """`torch.Tensor.backward` that looks at no device."""
     torch.autograd.backward(tensor, *args, **options)
 
 
-def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, **options):
+def _grad(outputs, inputs, grad_outputs=None, retain_graph=False, create_graph=False, **options):
     """`torch.autograd.grad` without its own look at devices, which C++ does not know of."""
-    outputs, inputs = tree_leaves(outputs), tree_leaves(inputs)
+    outputs = tree_leaves(outputs)
+    inputs = tree_leaves(inputs)
     pairs = zip(outputs, tree_leaves(grad_outputs), strict=True)
     seeds = [torch.ones_like(out) if seed is None else seed for out, seed in pairs]
     if [is_on_gpu(out) for out in outputs] != [is_on_gpu(seed) for seed in seeds]:
@@ -231,66 +217,57 @@ def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=Fa
     gradients = torch.autograd.graph._engine_run_backward(
         tuple(outputs), tuple(seeds), *flags, tuple(inputs), unused, accumulate_grad=False
     )
-    return tuple(
-        _put_on_gpu(grad) if grad is not None and is_on_gpu(at) else grad
-        for at, grad in zip(inputs, gradients, strict=True)
-    )
+    for gradient, x in zip(gradients, inputs, strict=True):
+        if is_on_gpu(x):
+            _put_on_gpu(gradient)
+    return gradients
+
+
+def _torch_cuda():
+    """What `torch.cuda` answers, by name."""
+    # Allocator counters grow, as no two moments are alike.
+    counted = iter(range(2**20, 2**50, 4096))
+
+    def memory_stats(device=None):
+        return {f"requested_bytes.all.{at}": next(counted) for at in ("current", "peak")}
+
+    silent = "init set_device synchronize empty_cache reset_peak_memory_stats manual_seed"
+    counters = "memory_allocated max_memory_allocated max_memory_reserved"
+    return {
+        # A function for each name: Dynamo refuses one that has two.
+        **{name: lambda *_: None for name in silent.split()},
+        **{name: lambda *_: next(counted) for name in counters.split()},
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=0: PROPERTIES,
+        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_name": lambda device=None: PROPERTIES.name,
+        "get_arch_list": lambda: ["sm_90"],
+        "mem_get_info": lambda device=None: (MEMORY - 2**30, MEMORY),
+        "memory_stats": memory_stats,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "device_of": lambda tensor: nullcontext(),
+        "Event": _Event,
+        "Stream": Stream,
+        "current_stream": current_stream,
+        "stream": _use_stream,
+    }
 
 
 @contextmanager
 def pretended_gpu():
     """One H100 for whatever runs inside."""
-    properties = SimpleNamespace(
-        name=NAME,
-        total_memory=MEMORY,
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        multi_processor_count=132,
-    )
-    # allocator counters that grow, as no two moments are alike
-    counted = iter(range(2**20, 2**50, 4096))
-
-    def count(device=None):
-        return next(counted)
-
-    answers = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "get_device_properties": lambda device=0: properties,
-        "get_device_capability": lambda device=None: CAPABILITY,
-        "get_device_name": lambda device=None: NAME,
-        "get_arch_list": lambda: ["sm_90"],
-        "synchronize": lambda device=None: None,
-        "Event": _Event,
-        "Stream": Stream,
-        "current_stream": Stream.current,
-        "stream": Stream.use,
-        "empty_cache": lambda: None,
-        "is_current_stream_capturing": lambda: False,
-        "mem_get_info": lambda device=None: (MEMORY - GIB, MEMORY),
-        "memory_allocated": count,
-        "max_memory_allocated": count,
-        "max_memory_reserved": count,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "memory_stats": lambda device=None: {
-            f"requested_bytes.all.{at}": count() for at in ("current", "peak")
-        },
-        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-        "manual_seed": lambda seed: None,
-        "device_of": lambda tensor: nullcontext(),
-    }
     with (
-        mock.patch.multiple(torch.cuda, **answers),
+        mock.patch.multiple(torch.cuda, **_torch_cuda()),
         mock.patch.object(torch, "autocast", _Autocast),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch.autograd, "grad", _grad),
         mock.patch.object(torch.Tensor, "backward", _backward),
-        mock.patch.object(torch.Tensor, "record_stream", _record_stream),
+        mock.patch.object(torch.Tensor, "record_stream", lambda x, stream: stream.reads(x)),
         PretendedDevice(),
     ):
         yield

@@ -4,9 +4,8 @@ In which order streams wait and collectives run over NCCL, and which values the 
 GPU: it waits for each until the GPU has computed all that is queued.
 """
 
-from contextlib import ExitStack
+import itertools
 from functools import cache
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP, gather
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.transport import make_separate_transport
-from tests.rehearsal.pretended_cuda import READ, Stream, pretended_gpu
+from tests.rehearsal.pretended_cuda import READ, Stream, current_stream, pretended_gpu
 
 COLLECTIVES = {
     "all-gather": (gather, "all_gather_single"),
@@ -65,36 +64,30 @@ def _make_transport(group, device, _):
 
 
 def _log_step(wrap):
-    """Return what the second step of a model of two layers does."""
-    number = 0
+    """What the second step of a model of two layers does, in order."""
+    number = itertools.count(1)
 
     def logged(name, collective):
         def call(*args, **options):
-            nonlocal number
             # A flag or two by which ranks agree travel between CPUs.
             if args[0].is_floating_point():
-                number += 1
-                Stream.current().run(f"{name} {number}")
+                current_stream().run(f"{name} {next(number)}")
             return collective(*args, **options)
 
         return call
 
-    with pretended_gpu(), ExitStack() as patches:
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).to("cuda")
-        patches.enter_context(
-            mock.patch.object(overlap, "make_separate_transport", _make_transport)
-        )
+    with pretended_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "make_separate_transport", _make_transport)
         for name, (module, function) in COLLECTIVES.items():
-            call = logged(name, getattr(module, function))
-            patches.enter_context(mock.patch.object(module, function, call))
+            patch.setattr(module, function, logged(name, getattr(module, function)))
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).to("cuda")
         wrapper = wrap(model)
         for index, layer in enumerate(model):
-            layer.register_forward_hook(
-                lambda *_, index=index: Stream.current().run(f"forward of {index}")
-            )
+            forward = f"forward of {index}"
+            layer.register_forward_hook(lambda *_, what=forward: current_stream().run(what))
         for _ in range(2):
             Stream.log.clear()
-            number = 0
+            number = itertools.count(1)
             wrapper(torch.ones(2, 3, device="cuda")).sum().backward()
     return "\n".join(Stream.log)
 
@@ -112,18 +105,14 @@ def _model():
     return Transformer(shape, context_length=16).to("cuda")
 
 
-def _tokens():
-    return torch.arange(32, device="cuda").view(2, 16) % 16
-
-
-def _tensor_parallel():
+def _tensor_parallel(tokens):
     model = tensor_parallel(_model())
-    return lambda: model(_tokens(), _tokens()).backward()
+    return lambda: model(tokens, tokens).backward()
 
 
-def _context_parallel():
+def _context_parallel(tokens):
     model = context_parallel(_model())
-    tokens = _tokens()[:, :8]
+    tokens = tokens[:, :8]
     return lambda: mean_loss(model(tokens), tokens).backward()
 
 
@@ -131,31 +120,34 @@ def _sum_and_count(y, targets):
     return (y - targets).square().sum(), (targets > 0).sum()
 
 
-def _pipeline():
-    model = Pipeline([nn.Linear(4, 4).to("cuda") for _ in range(2)], micro_batches=2)
-    x = torch.ones(4, 4, device="cuda")
-    return lambda: model.step(x, x, _sum_and_count)
+def _pipeline(tokens):
+    model = Pipeline([nn.Linear(16, 16).to("cuda") for _ in range(2)], micro_batches=2)
+    return lambda: model.step(tokens.float(), tokens.float(), _sum_and_count)
 
 
-def _unused():
-    model = BucketedDDP(nn.Linear(4, 4).to("cuda"), find_unused=True)
-    return lambda: model(torch.ones(4, 4, device="cuda")).sum().backward()
+def _unused(tokens):
+    model = BucketedDDP(nn.Linear(16, 4).to("cuda"), find_unused=True)
+    return lambda: model(tokens.float()).sum().backward()
 
 
 def _read_values(make_step):
-    """Return what the second step reads from the GPU."""
+    """What the second step reads from the GPU."""
     with pretended_gpu():
-        step = make_step()
+        step = make_step(torch.arange(32, device="cuda").view(2, 16) % 16)
         step()
         READ.clear()
         step()
     return READ[:]
 
 
+LOGS = {_fsdp: FSDP_STEP, _ddp: DDP_STEP}
+# A pipeline reads the loss of a step, at its end.
+READS = {_tensor_parallel: 0, _context_parallel: 0, _unused: 0, _pipeline: 1}
+
+
 def _run_all():
-    logs = {wrap.__name__: _log_step(wrap) for wrap in (_fsdp, _ddp)}
-    steps = (_tensor_parallel, _context_parallel, _pipeline, _unused)
-    return logs | {make_step.__name__: _read_values(make_step) for make_step in steps}
+    logs = {wrap.__name__: _log_step(wrap) for wrap in LOGS}
+    return logs | {make_step.__name__: _read_values(make_step) for make_step in READS}
 
 
 @cache
@@ -163,18 +155,14 @@ def _results():
     return run_ranks(_run_all, world_size=2)
 
 
-@pytest.mark.parametrize(("wrap", "expected"), [("_fsdp", FSDP_STEP), ("_ddp", DDP_STEP)])
-def test_a_step_over_nccl(wrap, expected):
+@pytest.mark.parametrize("wrap", LOGS)
+def test_a_step_over_nccl(wrap):
     """A layer is gathered while the one before computes, and its gradients are added up while the
     next one's are computed; no memory is released that the other stream still reads."""
-    first, second = _results()
-    assert first[wrap] == second[wrap] == expected.strip()
+    assert [logs[wrap.__name__] for logs in _results()] == [LOGS[wrap].strip()] * 2
 
 
-@pytest.mark.parametrize(
-    ("step", "count"),
-    [("_tensor_parallel", 0), ("_context_parallel", 0), ("_unused", 0), ("_pipeline", 1)],
-)
-def test_the_cpu_reads_nothing(step, count):
-    """A pipeline reads the loss of a step, at its end."""
-    assert [len(reads[step]) for reads in _results()] == [count] * 2, _results()[0][step]
+@pytest.mark.parametrize("make_step", READS)
+def test_the_cpu_reads_nothing(make_step):
+    reads = [reads[make_step.__name__] for reads in _results()]
+    assert [len(one) for one in reads] == [READS[make_step]] * 2, reads

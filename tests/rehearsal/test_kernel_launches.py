@@ -1,5 +1,5 @@
 """From PyTorch to the launch of every flash kernel, compiled for an H100 that is not here: binder,
-autotuner, grids.
+autotuner, grids; and tiles that never return.
 
 What the kernels compute is the interpreter's to test; what it passes over is what stands here.
 """
@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from labkit.nn import flash_attention, flash_checks, flash_launch
+from labkit.nn.flash_checks import usable_tiles
 from labkit.nn.flash_tiles import tiles_for
 
 pytestmark = [
@@ -26,111 +27,82 @@ pytestmark = [
 BATCH = 2
 SEQUENCE = 100
 HEAD_DIM = 64
-SHARED_BYTES = 227 * 1024
+CASE = flash_checks.Case("forward", HEAD_DIM, 1, torch.bfloat16, True, torch.device("cuda", 0))
 LOADED = (1, 1, 64, 0, 1024)  # module, function, registers, spills, most threads a block
+PROPERTIES = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132, "warpSize": 32}
 
 
-class Driver:
-    """A Triton driver for an sm_90: kernels are compiled for real and launched nowhere; `launches`
-    records them."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[str, tuple[int, int, int]]] = []
-        properties = {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
-        self.utils = SimpleNamespace(
-            load_binary=lambda name, kernel, shared, device: LOADED,
-            get_device_properties=lambda device: properties,
-        )
-
-    def launcher_cls(self, source, metadata):
-        return lambda x, y, z, stream, function, *arguments: self.launches.append(
-            (metadata.name, (x, y, z))
-        )
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_benchmarker(self):
-        """For the autotuner: calls a configuration once; all are equally fast."""
-
-        def benchmark(call, quantiles):
-            call()
-            return [1.0, 1.0, 1.0]
-
-        return benchmark
+def _tiles(kernel):
+    return tiles_for(kernel, dtype=CASE.dtype, head_dim=HEAD_DIM, capability=(9, 0))
 
 
 @pytest.fixture
-def h100(monkeypatch):
-    there = Driver()
+def launches(monkeypatch):
+    """Kernels are compiled for an sm_90 for real and launched nowhere; a list of what was
+    launched."""
+    launched = []
+
+    def launcher(source, metadata):
+        return lambda x, y, z, *arguments: launched.append((metadata.name, (x, y, z)))
+
+    def benchmark(call, quantiles):
+        """For the autotuner: all configurations are equally fast."""
+        call()
+        return [1.0, 1.0, 1.0]
+
+    there = SimpleNamespace(
+        utils=SimpleNamespace(
+            load_binary=lambda *_: LOADED, get_device_properties=lambda device: PROPERTIES
+        ),
+        launcher_cls=launcher,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=0: 0,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_benchmarker=lambda: benchmark,
+    )
     monkeypatch.setattr(driver, "_active", there)
     monkeypatch.setattr(flash_attention, "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
-    monkeypatch.setattr(flash_checks, "fault_in_child", lambda case, tile: (None, False))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
+    monkeypatch.setattr(flash_checks, "remembered_fault", lambda case, tile: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
-    caches = (flash_launch._autotuned, flash_checks.usable_tiles)
-    for cached in caches:
-        cached.cache_clear()
-    yield there
-    for cached in caches:
-        cached.cache_clear()
+    flash_launch._autotuned.cache_clear()
+    usable_tiles.cache_clear()
+    yield launched
+    flash_launch._autotuned.cache_clear()
+    usable_tiles.cache_clear()
 
 
-def _programs(kernel, dtype):
-    """Programs that the autotuner's tries start, and then the call: one for every block of every
-    head."""
-    tiles = tiles_for(kernel, dtype=dtype, head_dim=HEAD_DIM, capability=(9, 0))
-    blocks = [tile.block_k if kernel == "grad_kv" else tile.block_q for tile in tiles]
-    return {(BATCH * -(-SEQUENCE // block), 1, 1) for block in blocks}
+def test_every_kernel_is_tuned_compiled_and_launched(launches):
+    """Every tile starts one program for each block of each head."""
+    inputs = [torch.randn(BATCH, SEQUENCE, HEAD_DIM, dtype=CASE.dtype) for _ in range(3)]
+    for x in inputs:
+        x.requires_grad_()
 
+    def differentiate():
+        output = flash_attention.FlashAttention.apply(*inputs, True)
+        torch.autograd.grad(output, inputs, torch.ones_like(output))
 
-def test_every_kernel_is_tuned_compiled_and_launched(h100):
-    inputs = [
-        torch.randn(BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16).requires_grad_()
-        for _ in range(3)
-    ]
-    output = flash_attention.FlashAttention.apply(*inputs, True)
-    torch.autograd.grad(output, inputs, torch.ones_like(output))
-    started = {
-        name: {grid for called, grid in h100.launches if called == name}
-        for name, _ in h100.launches
-    }
-    assert started.keys() == {"forward_kernel", "delta_kernel", "grad_kv_kernel", "grad_q_kernel"}
-    for kernel in ("forward", "grad_kv", "grad_q"):
-        assert started[f"{kernel}_kernel"] == _programs(kernel, torch.bfloat16)
-    once = len(h100.launches)
-    torch.autograd.grad(
-        flash_attention.FlashAttention.apply(*inputs, True), inputs, torch.ones_like(output)
-    )
-    assert len(h100.launches) == once + 4, "what is tuned is not tuned again"
-    before = len(h100.launches)
-    many = torch.zeros(3, 32 * BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16)
+    differentiate()
+    expected = {("delta_kernel", (BATCH * 2, 1, 1))}
+    for kernel, block in (("forward", "block_q"), ("grad_kv", "block_k"), ("grad_q", "block_q")):
+        for tile in _tiles(kernel):
+            blocks = -(-SEQUENCE // getattr(tile, block))
+            expected.add((f"{kernel}_kernel", (BATCH * blocks, 1, 1)))
+    assert set(launches) == expected
+    launches.clear()
+    differentiate()
+    assert len(launches) == 4, "what is tuned is not tuned again"
+    launches.clear()
+    many = torch.zeros(3, 32 * BATCH, SEQUENCE, HEAD_DIM, dtype=CASE.dtype)
     flash_attention.run_kernel("forward", many, True, None)
-    tiles = tiles_for("forward", dtype=torch.bfloat16, head_dim=HEAD_DIM, capability=(9, 0))
-    assert len(h100.launches) == before + len(tiles) + 1, "more programs are tuned for themselves"
-
-
-CASE = flash_checks.Case("forward", HEAD_DIM, 1, torch.bfloat16, True, torch.device("cuda", 0))
-fault_in_child = flash_checks.fault_in_child
-SLEEPS = "print('compiled', flush=True); import time; time.sleep(600)"
-CRASHES = "print('compiled', flush=True); import os; os.abort()"
-RETURNS = "print('compiled'); print('null')"
+    assert len(launches) == len(_tiles("forward")) + 1, "more programs are tuned for themselves"
 
 
 @pytest.fixture
-def tries(monkeypatch, tmp_path):
-    """The other process is a stand-in; `tries` lists those that were started."""
+def child(monkeypatch, tmp_path):
+    """Sets what the other process runs, a stand-in; a list of those that were started."""
     started = []
     start = flash_checks.subprocess.Popen
 
@@ -138,36 +110,40 @@ def tries(monkeypatch, tmp_path):
         started.append(command)
         return start(command, **options)
 
+    def run(code, deadline_s=60.0):
+        usable_tiles.cache_clear()
+        code = f"import os, time; print('compiled', flush=True); {code}"
+        monkeypatch.setattr(flash_checks, "CHILD", code)
+        monkeypatch.setattr(flash_checks, "DEADLINE_S", deadline_s)
+        return started
+
     monkeypatch.setattr(flash_checks.subprocess, "Popen", popen)
+    monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
     monkeypatch.setattr(flash_checks, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return started
+    yield run
+    usable_tiles.cache_clear()
 
 
-def test_a_tile_that_never_returns_is_left_out_and_not_tried_again(h100, tries, monkeypatch):
-    monkeypatch.setattr(flash_checks, "fault_in_child", fault_in_child)
-    tiles = tiles_for("forward", dtype=CASE.dtype, head_dim=HEAD_DIM, capability=(9, 0))
-    monkeypatch.setattr(flash_checks, "CHILD", SLEEPS)
-    monkeypatch.setattr(flash_checks, "DEADLINE_S", 0.2)
+def test_a_tile_that_never_returns_is_left_out_and_not_tried_again(child, monkeypatch):
     for _ in range(2):
-        flash_checks.usable_tiles.cache_clear()
+        started = child("time.sleep(600)", deadline_s=0.2)
         with pytest.warns(UserWarning, match="special is left out: it did not return"):
-            usable = flash_checks.usable_tiles(CASE)
-        assert set(usable) == {tile for tile in tiles if not tile.specialize}
-    assert len(tries) == 1
+            usable = usable_tiles(CASE)
+        assert set(usable) == {tile for tile in _tiles("forward") if not tile.specialize}
+        assert len(started) == 1
     monkeypatch.setattr(flash_checks, "driver_version", lambda: "590.1")
-    monkeypatch.setattr(flash_checks, "CHILD", RETURNS)
-    monkeypatch.setattr(flash_checks, "DEADLINE_S", 60)
-    flash_checks.usable_tiles.cache_clear()
-    assert flash_checks.usable_tiles(CASE) == tiles
-    assert len(tries) == 2
+    child("print('null')")
+    assert usable_tiles(CASE) == _tiles("forward"), "another driver is asked for itself"
+    assert len(started) == 2
 
 
-def test_a_tile_whose_process_crashed_is_tried_again(tries, monkeypatch):
-    tile = tiles_for("forward", dtype=CASE.dtype, head_dim=HEAD_DIM, capability=(9, 0))[0]
-    monkeypatch.setattr(flash_checks, "CHILD", CRASHES)
-    assert "ended with status -6" in flash_checks.remembered_fault(CASE, tile)
-    monkeypatch.setattr(flash_checks, "CHILD", RETURNS)
-    assert flash_checks.remembered_fault(CASE, tile) is None
-    assert len(tries) == 2
+def test_a_tile_whose_process_crashed_is_tried_again(child):
+    child("os.abort()")
+    with pytest.warns(UserWarning, match="ended with status -6"):
+        usable_tiles(CASE)
+    started = child("print('null')")
+    assert usable_tiles(CASE) == _tiles("forward")
+    assert len(started) == 2

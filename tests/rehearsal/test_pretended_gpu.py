@@ -10,8 +10,8 @@ import pytest
 
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.studies import LABS, load_lab
+from tests.pages.cells import kind_of_point
 from tests.rehearsal.machines import MACHINES
-from tests.rehearsal.pages import kind_of_point
 from tests.rehearsal.pretended_cuda import pretended_gpu
 
 pytestmark = pytest.mark.slow
@@ -26,26 +26,22 @@ TORCHS_SYNC_BATCHNORM = {
 
 
 def _points(lab):
-    """The first of each kind of points that run on a GPU and need no NCCL, by the group of ranks
-    they share."""
+    """The first of each kind of points that run on a GPU and need no NCCL."""
     study = load_lab(lab)
-    machine = MACHINES["one H100"]
+    machine = MACHINES["1 H100"]
     kinds = {}
     for point in study.plan(study.profiles["smoke"], machine):
         kind = kind_of_point(vars(point))
         is_there = getattr(point, "device", "cpu") == "cuda" and point.backend != "nccl"
         if is_there and kind not in OF_A_REAL_GPU and point.skip_reason(machine) is None:
-            kinds.setdefault(kind, _without_torchs(lab, point))
-    return groupby(kinds.values(), key=lambda point: (point.world_size, point.backend))
-
-
-def _without_torchs(lab, point):
+            kinds.setdefault(kind, point)
     field, name = TORCHS_SYNC_BATCHNORM.get(lab, ("", ""))
-    return (
+    if not field:
+        return list(kinds.values())
+    return [
         replace(point, **{field: tuple(x for x in getattr(point, field) if x != name)})
-        if field
-        else point
-    )
+        for point in kinds.values()
+    ]
 
 
 def _pretending(worker, point):
@@ -56,19 +52,15 @@ def _pretending(worker, point):
 @pytest.mark.parametrize("lab", LABS)
 def test_a_labs_worker_on_a_gpu(lab):
     worker = partial(_pretending, load_lab(lab).worker)
-    groups = [(group, list(points)) for group, points in _points(lab)]
-    if not groups:
+    points = _points(lab)
+    if not points:
         pytest.skip("no point of it runs on a pretended GPU")
-    for (world_size, backend), points in groups:
+    for (ranks, backend), group in groupby(points, lambda point: (point.world_size, point.backend)):
+        started = launch(worker, list(group), world_size=ranks, backend=backend, timeout_s=300)
         rows = 0
-        with closing(
-            launch(worker, points, world_size=world_size, backend=backend, timeout_s=300)
-        ) as events:
+        with closing(started) as events:
             for event in events:
-                if not isinstance(event, PointEnd):
-                    rows = rows + 1 if isinstance(event, Row) else 0
-                    assert "MixedDevices" not in str(event), event
-                    continue
-                assert event.status == "ok", (points[event.index], event.reason, event.failure)
-                assert rows
-                rows = 0
+                assert "MixedDevices" not in str(event), event
+                if isinstance(event, PointEnd):
+                    assert (event.status, rows > 0) == ("ok", True), (event.reason, event.failure)
+                rows = rows + 1 if isinstance(event, Row) else 0

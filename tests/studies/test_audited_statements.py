@@ -10,7 +10,7 @@ from labkit.lab.phrases import change
 from labkit.lab.wording import advice, headline
 from labkit.studies import load_lab
 from labkit.studies.attention import worker as attention
-from tests.rehearsal.pages import recorded
+from tests.pages.cells import recorded
 
 ROUNDS = 12
 

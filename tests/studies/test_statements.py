@@ -17,7 +17,7 @@ from labkit.parallel.launch import run_ranks
 from labkit.studies import load_lab
 from labkit.studies.memory import worker as memory
 from labkit.studies.shared.alternatives import ALL_CORES, cores_of_all_ranks
-from tests.rehearsal.pages import recorded, run_of
+from tests.pages.cells import recorded, run_of
 
 PHASES = ("forward", "backward", "optimizer")
 PLANNED = ("ways", "alternatives")

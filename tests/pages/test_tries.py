@@ -10,7 +10,7 @@ import pytest
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 from tests import calibrated
-from tests.rehearsal.pages import carry_out, cells_of, recorded, tries_in
+from tests.pages.cells import carry_out, cells_of, recorded, tries_in
 
 OWN = re.compile(r"lab\.measure\(\{")  # a reader's own alternative
 # Settings that make a lab's measurement of it short.

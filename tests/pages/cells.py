@@ -1,11 +1,11 @@
-"""The cells of a lab's notebook, carried out in this process on a run from memory; nothing is
-written."""
+"""Runs the cells of a lab's notebook in this process, on a run from memory; nothing is written."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import matplotlib.pyplot as plt
 
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 class LabOnRun(notebook.OpenLab):
-    """Has its run already, and builds tables, figures and answers without drawing or saving any."""
+    """Has its run already, and builds tables, figures and answers without saving any."""
 
     def __init__(self, lab: Lab, parameters: notebook.Parameters, run: Run):
         super().__init__(lab, parameters)
@@ -71,24 +71,23 @@ def carry_out(lab: Lab, run: Run, *, has_tries: bool = False) -> None:
 
     What a Try leaves is not there for the cells below it.
     """
-
     namespace: dict[str, Any] = {"display": lambda *_: None}
-    for number, (kind, source) in enumerate(cells_of(lab.name)):
-        place = f"{lab.name}, cell {number}"
-        if kind != "code":
-            for text in tries_in(source) if has_tries else ():
-                exec(compile(text, f"{place}, a Try", "exec"), namespace | {})
-            continue
-        exec(compile(source, place, "exec"), namespace)
-        if isinstance(opened := namespace.get("lab"), notebook.OpenLab) and not isinstance(
-            opened, LabOnRun
-        ):
-            namespace["lab"] = LabOnRun(lab, opened.parameters, run)
+    with mock.patch.object(notebook, "display"):
+        for number, (kind, source) in enumerate(cells_of(lab.name)):
+            place = f"{lab.name}, cell {number}"
+            if kind == "code":
+                exec(compile(source, place, "exec"), namespace)
+                # The cell that opens the lab would measure a run.
+                if type(namespace.get("lab")) is notebook.OpenLab:
+                    namespace["lab"] = LabOnRun(lab, namespace["lab"].parameters, run)
+            elif has_tries:
+                for text in tries_in(source):
+                    exec(compile(text, f"{place}, a Try", "exec"), dict(namespace))
+    plt.close("all")
 
 
 def run_of(run: Run, rows: Callable[[Record, Record], Record | None]) -> Run:
-    """The same run with other rows: `rows` gets a point and a record, and gives one in its place,
-    or None."""
+    """The same run with other rows: `rows` returns the record in a record's place, or None."""
     planned = run.header.planned
     changed = [(row.point, rows(planned[row.point], row.model_dump())) for row in run.rows]
     kept = [Row.model_validate(record) for _, record in changed if record is not None]
