@@ -87,10 +87,10 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
     """
     matches = re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures))
     for kind, major, minor, suffix in matches:
-        built = int(major), int(minor)
-        runs_on_newer = kind + suffix == "compute"
-        runs_on_newer |= suffix != "a" and built[0] == capability[0]
-        if capability == built or (capability > built and runs_on_newer):
+        built = (int(major), int(minor))
+        is_any_ptx = kind == "compute" and not suffix
+        is_same_major = suffix != "a" and built[0] == capability[0]
+        if capability == built or (capability > built and (is_any_ptx or is_same_major)):
             return True
     return not matches
 
@@ -175,7 +175,7 @@ def gpu_load() -> GpuLoad | None:
     milliwatts = _known(state.power_limit_mw for state in states)
     return GpuLoad(
         utilization=max((percent / 100 for percent in percents), default=None),
-        slowed_by="".join(slowed_by[:1]),
+        slowed_by=slowed_by[0] if slowed_by else "",
         clock_share=min(shares, default=None),
         temperature=max(_known(state.temperature for state in states), default=None),
         power_limit_w=min((limit / 1000 for limit in milliwatts), default=None),
@@ -215,9 +215,9 @@ def cores_beside(index: int, devices: Path = PCI_DEVICES) -> set[int]:
     properties: Any = torch.cuda.get_device_properties(index)
     cores: set[int] = set()
     with suppress(AttributeError, OSError, ValueError):  # an older torch, no sysfs
-        domain, bus = properties.pci_domain_id, properties.pci_bus_id
-        folder = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-        text = (devices / folder / "local_cpulist").read_text()
+        slot = f"{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        folder = devices / f"{properties.pci_domain_id:04x}:{slot}"
+        text = (folder / "local_cpulist").read_text()
         for part in filter(None, text.strip().split(",")):  # "0-47,96-143"
             first, _, last = part.partition("-")
             cores.update(range(int(first), int(last or first) + 1))
