@@ -21,6 +21,7 @@ NOISE_OF_MEDIANS = 1.25 * NOISE / 6**0.5  # of six rounds
 NO_CLAIM = {Compare: {"no clear difference", "undecided"}, Check: {"yes"}}
 GAIN = 0.1
 MIN_AGREEMENT = 0.9
+MIN_DECIDED = 2 / 3
 MIN_POWER = 0.7
 N_POWERFUL = 20
 """Comparisons that must have this power; the others have one noisy pair, or were not recorded."""
@@ -109,7 +110,10 @@ def test_two_reports_of_one_machine_agree_and_none_says_the_opposite():
                     (verdict_outcome(*pair), lab, question.id, *pair)
                     for pair in zip(verdicts[::2], verdicts[1::2], strict=True)
                 ]
-    counts = Counter(outcome for outcome, *_ in pairs)
-    print(counts, [pair for pair in pairs if pair[0] != "agree"])
+    # What one of them leaves undecided, more rounds would decide: as in benchmarks/agreement.py.
+    decided = [pair for pair in pairs if "undecided" not in pair]
+    counts = Counter(outcome for outcome, *_ in decided)
+    print(len(pairs), counts, [pair for pair in pairs if pair[0] != "agree"])
     assert not counts["opposite"]
-    assert counts["agree"] >= MIN_AGREEMENT * len(pairs)
+    assert counts["agree"] >= MIN_AGREEMENT * len(decided)
+    assert len(decided) >= MIN_DECIDED * len(pairs)
