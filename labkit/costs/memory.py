@@ -26,10 +26,11 @@ HEADROOM = 1.1
 def state_bytes(n_parameters: int, stage: str = "ddp", world_size: int = 1) -> Mapping[str, float]:
     """Return bytes that a rank holds between steps, by part, in float32 with AdamW.
 
+    ZeRO-2 has its share of the parameters for the optimizer, and all of them for the model.
     ValueError for an unknown stage.
 
     Source: Rajbhandari, Rasley, Ruwase & He 2020, ZeRO (arXiv:1910.02054), section 3.1 and figure
-    1.
+    1, whose optimizer state has that share.
     """
     whole = {
         "parameters": n_parameters,
@@ -38,7 +39,10 @@ def state_bytes(n_parameters: int, stage: str = "ddp", world_size: int = 1) -> M
     }
     sharded = ("optimizer", "gradients", "parameters")[: STAGES.index(stage)]
     ranks = dict.fromkeys(PARTS, 1) | dict.fromkeys(sharded, world_size)
-    return {part: FLOAT32 * n / ranks[part] for part, n in whole.items()}
+    held = {part: FLOAT32 * n / ranks[part] for part, n in whole.items()}
+    if stage == "zero2":
+        held["parameters"] += FLOAT32 * n_parameters / world_size
+    return held
 
 
 def saved_by_layer(

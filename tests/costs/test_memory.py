@@ -47,8 +47,11 @@ def _activations(counted):
     return sum(a.n_bytes for a in alive if a.category == "activations")
 
 
-def test_sixteen_bytes_a_parameter():
-    assert sum(state_bytes(n_parameters(SHAPE)).values()) == 16 * n_parameters(SHAPE)
+@pytest.mark.parametrize(
+    ("stage", "n_bytes"), [("ddp", 16), ("zero1", 10), ("zero2", 8), ("zero3", 4)]
+)
+def test_bytes_per_parameter_on_four_ranks(stage, n_bytes):
+    assert sum(state_bytes(100, stage, 4).values()) == 100 * n_bytes
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -188,6 +188,11 @@ class FSDP(nn.Module):
         """Do nothing, so that code for DDP runs: every backward pass averages."""
         yield
 
+    @property
+    def unsharded_parameters(self) -> list[nn.Parameter]:
+        """Unsharded parameters; those that are not in memory have a storage of 0 bytes."""
+        return [each.unsharded for unit in self._units for each in unit.parameters]
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards, even while their unit is unsharded.
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.parallel.sharding import is_distributed
+from labkit.parallel.sharding import FSDP, is_distributed
 from labkit.torch_private import tree_leaves
 
 # Share of the memory that a training may take; the rest is for other programs.
@@ -21,9 +21,14 @@ def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     # torch's sharded optimizer keeps its state in an optimizer of its shard.
     inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]
     states = [list(each.state.values()) for each in (optimizer, *inner)]
+    parameters = [*model.parameters()]
+    for module in model.modules():
+        # ZeRO-2 keeps unsharded parameters from step to step, beside the shards.
+        if isinstance(module, FSDP):
+            parameters += module.unsharded_parameters
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return {
-        "parameters_bytes": storage_bytes(model.parameters()),
+        "parameters_bytes": storage_bytes(parameters),
         "gradients_bytes": storage_bytes(gradients),
         "optimizer_bytes": storage_bytes(tree_leaves(states)),
     }
