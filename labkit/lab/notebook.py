@@ -202,9 +202,11 @@ class OpenLab:
         answer = self.answers()[question_id]
         figures = []
         if question.figure is not None and answer.verdict != "not measured":
-            plot = draw(question.figure, self.run.results(), answer.table)
+            results = self.run.results()
+            plot = draw(question.figure, results, answer.table)
             if len(plot.data):
-                figures.append(self._figure(plot, question_id, question.text))
+                caption = question.figure.caption(results, answer.table)
+                figures.append(self._figure(plot, question_id, question.text, caption))
         if self._guess and isinstance(question, Check):
             answer = with_guesses(question, answer, self._guess)
         display(cards.answer(question, answer, figures))

@@ -132,12 +132,22 @@ def test_a_drawing_has_its_text_as_text_the_colors_of_the_page_and_values_to_poi
         element.text for element in elements if element.tag.endswith("text")
     }
     assert not re.findall(r"#[0-9a-fA-F]{6}\b", svg)
+    # A page shades the edge at which a narrow screen cuts a figure off: nothing may cover it.
+    assert "fill: var(--labkit-page)" not in svg
     other = draw(FRAME.assign(seconds=1.0)).page_svg()
     assert not set(re.findall(r'id="([^"]*)"', svg)) & set(re.findall(r'id="([^"]*)"', other))
     places = json.loads(plot.places())
     assert all(0 <= edge <= 100 for *edges, _ in places for edge in edges)
     assert places[0][-1] == "ring · 1 KiB · 100 µs [90 µs, 120 µs]"
     assert places[0][1] > places[1][1]  # the smaller value is farther down
+
+
+def test_a_caption_says_which_of_several_values_is_plotted():
+    figure = Lines(x="n_bytes", y="seconds", at={"batch": None, "size": "mini", "n_bytes": 1024})
+    frame = pd.DataFrame({"n_bytes": [1024, 1024, 2048], "batch": [32, 64, 64], "size": "mini"})
+    results = Results(frame.assign(seconds=1.0))
+    assert figure.caption(results, results.frame) == "Plotted: batch 64, 1 KiB."
+    assert figure.caption(results, None) == ""
 
 
 def heights(axis):
@@ -154,6 +164,9 @@ def test_bars_stand_side_by_side_around_their_tick_or_on_one_another():
     stacked = draw_frame(Bars(**BY_MODEL, stacked=True), STEPS).figure.axes[0]
     assert {patch.get_y() for patch in stacked.patches} == {0, 1, 10}
     assert texts(stacked.figure.legends[0].get_texts()) == ["backward", "forward"]
+    panels = draw_frame(Bars(x="phase", y="seconds", panel="model"), STEPS).figure.axes
+    tops = [axis.get_ylim()[1] for axis in panels]
+    assert tops[0] < 0.2 * tops[1]  # else the bars of the small model could not be read
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
     # which would hide one another
     with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):

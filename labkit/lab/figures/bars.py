@@ -18,6 +18,7 @@ GROUP_WIDTH = 0.76  # of the distance between two categories
 LANE_INCHES = 0.3  # height of a lane
 TITLES_INCHES = 1.0  # height of the titles around a panel of lanes
 VALUES_SHARE = 0.28  # room for the values next to boxes, relative to the boxes
+MIN_TOP = 0.2  # of the highest panel's top: bars of a lower one could not be read on its axis
 FLIP = 0.62  # of the x axis: a box that ends farther right has its value on its left
 
 
@@ -36,7 +37,10 @@ def draw_bars(figure: Bars, data: pd.DataFrame) -> Plot:
     n_places = [max(2, rows[figure.x].nunique()) for _, rows in panels]
     width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(n_places) + style.MARGIN_INCHES))
     canvas = Canvas(figsize=(width, style.PANEL_HEIGHT))
-    axes = canvas.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=n_places)[0]
+    tops = [_top(figure, rows) for _, rows in panels]
+    is_shared = min(tops) >= MIN_TOP * max(tops)
+    grid = canvas.subplots(1, len(panels), sharey=is_shared, squeeze=False, width_ratios=n_places)
+    axes = list(grid[0])
     marks: list[Mark] = []
     for axis, (title, rows), places in zip(axes, panels, n_places, strict=True):
         marks += _draw_bar_panel(figure, axis, rows, colors)
@@ -44,7 +48,8 @@ def draw_bars(figure: Bars, data: pd.DataFrame) -> Plot:
         categories = [style.name_text(name) for name in style.in_order(rows[figure.x])]
         inches = (width - style.MARGIN_INCHES) * places / sum(n_places)
         style.place_names(axis, categories, inches)
-    style.format_axis(axes[0].yaxis, figure.value)
+    for axis in axes[:1] if is_shared else axes:
+        style.format_axis(axis.yaxis, figure.value)
     entries: dict[str, Any] = dict(style.patches(colors))
     if figure.stacked:  # the legend reads from the top down, as the layers do
         entries = dict(reversed(entries.items()))
@@ -52,6 +57,12 @@ def draw_bars(figure: Bars, data: pd.DataFrame) -> Plot:
         entries[column(figure.reference).axis] = Line2D([], [], **style.REFERENCE)
     style.add_legend(canvas, figure.color, entries)
     return Plot(canvas, data, marks)
+
+
+def _top(figure: Bars, rows: pd.DataFrame) -> float:
+    """Return the height of the highest bar."""
+    values = rows[figure.value].abs()
+    return float((values.groupby(rows[figure.x]).sum() if figure.stacked else values).max())
 
 
 def _draw_bar_panel(

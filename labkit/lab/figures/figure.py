@@ -13,6 +13,7 @@ from pandas.api.types import is_numeric_dtype
 
 from labkit.lab.config import ParameterError
 from labkit.lab.metric import Metric, Results
+from labkit.lab.units import label
 
 # Stands for the column of colors in a figure of one color, so that drawing needs no other case.
 ALL = "all"
@@ -63,6 +64,21 @@ class Figure:
 
     def frame(self, results: Results, answer_table: pd.DataFrame | None = None) -> pd.DataFrame:
         """Return the rows of the results to plot; empty if there is no table."""
+        return self._select(self._table(results, answer_table))
+
+    def caption(self, results: Results, answer_table: pd.DataFrame | None = None) -> str:
+        """Say which of several values are plotted: "Plotted: float32, batch 64.", or ""."""
+        table = self._table(results, answer_table)
+        rows = self._select(table)
+        alone = [
+            name
+            for name in self.at
+            if name in table and table[name].nunique() > 1 and rows[name].nunique() == 1
+        ]
+        names = ", ".join(label(name, rows[name].iloc[0]) for name in alone)
+        return f"Plotted: {names}." if names else ""
+
+    def _table(self, results: Results, answer_table: pd.DataFrame | None) -> pd.DataFrame:
         source = self.source
         table = answer_table
         if isinstance(source, Metric):
@@ -70,9 +86,7 @@ class Figure:
             table = source.largest(results.frame) if source.exact else source.medians(results.frame)
         elif source is not None:
             table = source(results)
-        if table is None:
-            return pd.DataFrame()
-        return self._select(table)
+        return pd.DataFrame() if table is None else table
 
     def _select(self, table: pd.DataFrame) -> pd.DataFrame:
         """Return the rows at `at`."""

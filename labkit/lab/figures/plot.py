@@ -35,6 +35,7 @@ _VARIABLES = {color.lower(): f"var(--labkit-{index})" for index, color in enumer
 FONT_FAMILY = "'DejaVu Sans', sans-serif"
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
+_GROUND = "fill: var(--labkit-page)"  # of the figure and each of its panels
 _LONG_NUMBER = re.compile(r"(\d+\.\d\d)\d+")
 
 
@@ -100,6 +101,9 @@ class Plot:
             if _HREF in element.attrib:
                 element.set("href", element.attrib.pop(_HREF))
             element.attrib = {name: _page_value(value) for name, value in element.items()}
+            # A page's ground shows through: it is shaded where a narrow screen cuts a figure off.
+            if element.get("style") == _GROUND:
+                element.set("style", "fill: none")
             # matplotlib turns every upright text by nothing.
             if element.get("transform", "").startswith("rotate(-0 "):
                 del element.attrib["transform"]
