@@ -133,6 +133,9 @@ def _try_reason(
             attend(q, k, v, False).sum().backward()
         except Exception as error:  # of any type: backends call several libraries
             message = str(error).partition("\n")[0] or type(error).__name__
+            # Then no kernel has looked at the inputs, and torch's message only guesses why.
+            if message.startswith("No viable backend") and not caught:
+                return f"PyTorch has no such backend for {device.type} tensors"
             return " ".join([message, *(str(warning.message) for warning in caught)])
     return None
 

@@ -99,11 +99,7 @@ def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint
 
 
 def growth(results: Results) -> pd.DataFrame:
-    """Return the time of both passes, its growth since half the length, and useful FLOP/s.
-
-    Naive attention in float32 comes last: the answer is about its longest. Empty if it was not
-    measured at a length and at half of it.
-    """
+    """Return the time of both passes, its growth since half the length, and useful FLOP/s."""
     table = TIME.medians(results.frame)
     if table.empty:
         return table
@@ -117,11 +113,14 @@ def growth(results: Results) -> pd.DataFrame:
     causal = bool(results.frame["causal"].iloc[0])
     sizes = table[["batch", "sequence", "head_dim"]].to_numpy()
     flops = [(1 + BACKWARD_OVER_FORWARD) * forward_flops(*size, causal=causal) for size in sizes]
-    table = table.assign(times_per_doubling=ratio, flops_per_s=flops / table["seconds"])
-    is_naive = (table["implementation"] == EXPLICIT) & (table["dtype"] == "float32") & ratio.notna()
-    if not is_naive.any():
-        return table.iloc[:0]
-    return pd.concat([table[~is_naive], table[is_naive].sort_values("sequence")])
+    return table.assign(times_per_doubling=ratio, flops_per_s=flops / table["seconds"])
+
+
+def longest_naive(table: pd.DataFrame) -> Any:
+    """Pick naive attention's longest float32 row that has its growth; None if there is none."""
+    naive = table[(table["implementation"] == EXPLICIT) & (table["dtype"] == "float32")]
+    grown = naive[naive["times_per_doubling"].notna()]
+    return None if grown.empty else grown["sequence"].idxmax()
 
 
 def held(results: Results) -> pd.DataFrame:
@@ -205,6 +204,7 @@ LAB = Lab(
             id="growth",
             text="How does the time of both passes grow with the sequence length?",
             table=growth,
+            pick=longest_naive,
             configuration=CONFIGURATION,
             says=(
                 "At {sequence} tokens naive attention takes {times_per_doubling} times as long as"
