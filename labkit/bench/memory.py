@@ -122,7 +122,7 @@ def measure_second_peak(
         if max_over_ranks(abs(excess - excess_before)) < MAX_EXCESS:
             break
         excess_before = excess
-    return refusal_columns("other threads freed tensors during each record of the allocator")
+    return refusal_columns("another thread freed tensors each time the allocator was recorded")
 
 
 @dataclass

@@ -29,6 +29,13 @@ def format_seconds(seconds: float) -> str:
     return _scale(seconds, _TIME_UNITS, "ps")
 
 
+def format_estimate(seconds: float) -> str:
+    """Round to one digit: 53 -> "50 s", 503 -> "8 min"."""
+    if seconds >= 119.5:
+        return f"{float(f'{seconds / 60:.1g}'):.0f} min"
+    return format_seconds(float(f"{seconds:.1g}"))
+
+
 def format_bytes(n_bytes: float) -> str:
     """65536 -> "64 KiB"."""
     return _scale(n_bytes, _SIZE_UNITS, "B")
@@ -41,7 +48,8 @@ def format_rate(bytes_per_s: float) -> str:
 
 def format_flops(flops: float) -> str:
     """2.5e9 -> "2.5 GFLOP"."""
-    return _scale(flops, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")), "FLOP")
+    prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    return _scale(flops, [(scale, f"{prefix}FLOP") for scale, prefix in prefixes], "FLOP")
 
 
 def format_number(value: float) -> str:
@@ -132,6 +140,13 @@ _ENDINGS: tuple[tuple[str, str, Form], ...] = (
     ("_bytes", "", format_bytes),
     ("_s", "", format_seconds),
     ("_percent", " (%)", format_number),
+    # Published tables keep the units of their sources.
+    ("_ms", " (ms)", format_number),
+    ("_kb", " (kB)", format_number),
+    ("_mb", " (MB)", format_number),
+    ("_gb", " (GB)", format_number),
+    ("_gib", " (GiB)", format_number),
+    ("_melements", " (Mi elements)", format_number),
 )
 _COLUMNS = {
     "n_bytes": Column("size", "size of the tensor", format_bytes, "{value}", doubles=True),
@@ -145,6 +160,7 @@ _COLUMNS = {
     "context_length": Column(
         "context", "context length (tokens)", _whole, "{value} tokens", "1 token", doubles=True
     ),
+    "seq_len": Column("sequence", "sequence length (tokens)", _whole, "{value} tokens"),
     "features": Column("features", "features", _whole, "{value} features", "1 feature"),
     "busbw_gb_per_s": Column("bus bandwidth (GB/s)", "bus bandwidth (GB/s)", format_number),
     "algbw_gb_per_s": Column(
@@ -154,6 +170,8 @@ _COLUMNS = {
     "bytes_per_s": Column("bytes per second", "bytes per second", format_rate),
     "flops": Column("FLOPs", "FLOPs", format_flops),
     "ratio": Column("ratio", "ratio of times", format_number),
+    "rows": Column("rows", "rows", _whole),
+    "way": Column("alternative", "alternative", format_number),
     "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
     "sweep": Column("sweep", "sweep", format_number, is_internal=True),
     "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
@@ -161,14 +179,16 @@ _COLUMNS = {
 
 # Titles of axes and legends of columns whose names are not clear enough.
 _AXES = {
+    "axis": "kind of parallelism",
     "busy": "busy share of a step",
     "counted_bytes": "counted peak",
+    "formula_busy": "formula",
+    "intensity": "intensity (FLOPs per byte)",
     "kind": "",
     "n_added": "terms added",
     "peak_bytes": "peak memory",
     "saved_bytes": "held before backward",
     "segment": "layers per checkpoint (0: none)",
-    "way": "alternative",
 }
 
 # Endings of column names by the direction that is better.
@@ -191,7 +211,7 @@ def column(name: str) -> Column:
     for ending, unit, form in _ENDINGS:
         if name.endswith(ending):
             return _column_with_unit(name, ending, unit, form)
-    words = name.replace("micro_", "micro-").replace("_", " ")
+    words = name.removeprefix("n_").replace("micro_", "micro-").replace("_", " ")
     axis = _AXES.get(name, words)
     is_plural = words.endswith("s") and not words.endswith("ss")
     if not is_plural:

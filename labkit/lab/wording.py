@@ -16,7 +16,7 @@ from labkit.lab.phrases import (
     is_time,
     phrasing,
 )
-from labkit.lab.units import column, counted, format_seconds, format_value, join_words
+from labkit.lab.units import column, counted, format_estimate, format_value, join_words
 
 MAX_REGION_NAMES = 3
 
@@ -140,8 +140,7 @@ def _no_difference(answer: Comparison) -> Sentence:
     text = f"no clear difference in {noun} between {compared} and {answer.baseline}"
     if not is_undecided:
         return Sentence(f"{text}.")
-    # One digit: it is an estimate by the width of an interval.
-    more = format_seconds(float(f"{answer.seconds_more:.1g}"))
+    more = format_estimate(answer.seconds_more)
     return Sentence(f"{text}; about {more} more would show a 10% gain.", "Undecided")
 
 

@@ -3,7 +3,9 @@
 import pytest
 
 from labkit.lab.units import (
+    column,
     format_bytes,
+    format_estimate,
     format_flops,
     format_number,
     format_rate,
@@ -21,6 +23,7 @@ NUMBERS = {
         125: "2 min 5 s",
         0.999: "999 ms",
     },
+    format_estimate: {53: "50 s", 125: "2 min", 503: "8 min"},
     format_bytes: {
         0: "0 B",
         1023: "1023 B",
@@ -29,7 +32,7 @@ NUMBERS = {
         2**20: "1 MiB",
     },
     format_rate: {1.5e9: "1.5 GB/s", 200e6: "200 MB/s", 12: "12 B/s"},
-    format_flops: {2.5e9: "2.5 GFLOP", 1.2e15: "1.2 PFLOP", 999: "999 FLOP"},
+    format_flops: {2.5e9: "2.5 GFLOP", 1.2e15: "1.2 PFLOP", 999: "999 FLOP", 524288: "524 kFLOP"},
     format_number: {0.78412: "0.784", 1822.4: "1,822", -12.34: "-12.3", 2e12: "2e+12"},
 }
 
@@ -53,6 +56,20 @@ def test_words_are_joined_as_in_a_sentence():
         "a, b and c",
     ]
     assert join_words(["ring, zigzag", "one rank"]) == "ring, zigzag; one rank"
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("eager_forward_ms", "eager forward (ms)"),
+        ("memory_gib", "memory (GiB)"),
+        ("size_mb", "size (MB)"),
+        ("n_parameters", "parameters"),
+        ("way", "alternative"),
+    ],
+)
+def test_a_columns_title_has_the_unit_of_its_cells(name, title):
+    assert column(name).title == title
 
 
 def test_counts_are_labeled_by_a_plural():

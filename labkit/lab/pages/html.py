@@ -24,7 +24,7 @@ MAX_NAME_WORDS = 4
 MAX_COLUMNS = 9
 SEPARATED_FROM = 100_000  # larger whole numbers have separators
 # A number and its unit must not be torn apart at the end of a line, but in code and figures.
-_UNITS = r"(?:%|[nµm]?s|min|(?:[KMGT]i|[kMGTP])?B(?:/s)?|[MGTP]?FLOP(?:/s)?)(?!\w)"
+_UNITS = r"(?:%|[nµm]?s|min|(?:[KMGT]i|[kMGTP])?B(?:/s)?|[kMGTP]?FLOP(?:/s)?)(?!\w)"
 _NOT_TEXT = r"<(script|style|svg|pre|code)\b.*?</\2>|<[^>]*>"
 _BREAKS = re.compile(rf"({_NOT_TEXT})|(?<=[\d\]]) (?={_UNITS})", re.DOTALL)
 

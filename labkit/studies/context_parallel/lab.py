@@ -69,15 +69,15 @@ def efficiency(results: Results) -> pd.DataFrame:
     """
     table = TIME.medians(results.frame)
     whole = table.loc[table["way"] == worker.WHOLE, [*CONFIGURATION, "seconds"]]
-    whole = whole.rename(columns={"seconds": "seconds_whole"})
+    whole = whole.rename(columns={"seconds": "one_rank_s"})
     table = join(table[table["way"].isin(worker.LAYOUTS)], whole, CONFIGURATION, "left")
-    table = table.dropna(subset="seconds_whole").infer_objects()
+    table = table.dropna(subset="one_rank_s").infer_objects()
     table = join(table, sent(results), [*CONFIGURATION, "way"], "left")
     p = table["world_size"].astype(float)
     # Under a causal mask the last of p contiguous parts attends to p - 1/2 blocks, as its own is
     # half masked, and the mean part to p/2. All wait for the last.
     share = (p / (2 * p - 1)).where(table["way"] == worker.RING_CONTIGUOUS, 1.0)
-    whole_s = table["seconds_whole"].astype(float)
+    whole_s = table["one_rank_s"].astype(float)
     messages_s = predict_messages_s(table, results)
     table = table.assign(
         efficiency=whole_s / (p * table["seconds"].astype(float)),

@@ -239,8 +239,8 @@ LAB = Lab(
     points=points,
     # Rows of most sweeps have no alternatives: the sweep names what failed.
     alternatives=("way", "sweep"),
-    names={1: "one thread", 2: "work with two threads"}
-    | {n: f"work with {n} threads" for n in range(3, 257)},
+    names={1: "on one thread", 2: "an operator on two threads"}
+    | {n: f"an operator on {n} threads" for n in range(3, 257)},
     questions=[
         Report(
             id="matmuls",

@@ -116,12 +116,8 @@ def counted_against_measured(results: Results) -> pd.DataFrame:
     measured = peaks(results, MEASURED)[columns]
     counted = peaks(results, COUNTED)[columns]
     table = measured.merge(counted, on=PEAK_KEYS, suffixes=("_measured", "_counted"))
-    return table.rename(
-        columns={
-            "peak_bytes_measured": "measured_bytes",
-            "peak_bytes_counted": "counted_bytes",
-        }
-    )
+    names = {"peak_bytes_measured": "measured_bytes", "peak_bytes_counted": "counted_bytes"}
+    return table.rename(columns=names)
 
 
 def by_context(results: Results) -> pd.DataFrame:
@@ -238,7 +234,10 @@ LAB = Lab(
             pick=lambda table: table["peak_bytes"].idxmax(),
             verdict="counted",
             configuration=("size", "precision", "batch", "context_length"),
-            says="`{size}` peaks {times_the_shortest} times as high at {context_length} tokens.",
+            says=(
+                "`{size}` peaks {times_the_shortest} times as high at {context_length} tokens as at"
+                " the shortest context."
+            ),
             figure=Lines(x="context_length", y="peak_bytes", hue="kind", panel="size"),
         ),
         Report(
@@ -279,7 +278,7 @@ LAB = Lab(
             baseline=NO_CHECKPOINTS,
             topic="checkpointing",
             noun="checkpointing scheme",
-            advice="If memory is short, use {name}.",
+            advice="If memory is short, train with {name}.",
             figure=Bars(source=segment_peaks, x="segment", y="counted_bytes", panel="model"),
         ),
         Compare(

@@ -267,14 +267,14 @@ LAB = Lab(
         ),
         Compare(
             id="axis",
-            text="Which axis trains a model fastest on these ranks?",
+            text="Which kind of parallelism trains a model fastest on these ranks?",
             metric=AXIS_TIME,
             baseline=DATA,
             figure=Bars(source=axes, x="axis", y="seconds", panel="world_size"),
         ),
         Compare(
             id="axis_memory",
-            text="Which axis needs the least memory on a rank?",
+            text="Which kind of parallelism needs the least memory on a rank?",
             metric=AXIS_PEAK,
             baseline=DATA,
             is_expected=True,  # with every other axis, a rank has a part of the model or sequence

@@ -21,7 +21,7 @@ from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import OVER_SHARED_MEMORY
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.shared.tables import WRAPPER_NAMES
-from labkit.studies.tuned_step.worker import DEFAULT_NAME, JOINED, TunedStepPoint, measure
+from labkit.studies.tuned_step.worker import COMBINED, DEFAULT_NAME, TunedStepPoint, measure
 
 FIELDS = tuple(Configuration.__dataclass_fields__)
 
@@ -41,7 +41,7 @@ class TunedStepConfig(DeviceConfig):
 
 
 TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
-NAMES = {DEFAULT_NAME: "the default", JOINED: "the combined configuration"}
+NAMES = {DEFAULT_NAME: "the default", COMBINED: "the combined configuration"}
 
 
 def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint]:
@@ -72,7 +72,7 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
 def ingredients(results: Results) -> pd.DataFrame:
     """Return the combined configuration by model and ranks, and its changes in words."""
     # Each rank has a row, with the same configuration.
-    rows = results.rows(["model", "world_size", *FIELDS], implementation=JOINED)
+    rows = results.rows(["model", "world_size", *FIELDS], implementation=COMBINED)
     table = rows.drop_duplicates().reset_index(drop=True)
     return table.assign(changes=[_describe_changes(row) for row in table.to_dict("records")])
 
@@ -124,7 +124,7 @@ LAB = Lab(
             text="What does the combined configuration use?",
             table=ingredients,
             configuration=("model", "world_size"),
-            says="For `{model}` it combines {changes}.",
+            says="For `{model}` it uses {changes}.",
         ),
     ],
 )

@@ -27,7 +27,7 @@ from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import TOLERANCES, check_completeness
 
 DEFAULT_NAME = "default"
-JOINED = "joined"
+COMBINED = "combined"
 TORCH = "torch"  # the wrapper of the default
 # Seconds that a plan allows for compiling `mini` without a cache: 49 s on two slow cores.
 COMPILE_S = 45.0
@@ -126,7 +126,7 @@ def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
             return dict(OK), steps[name].run
         return _check(steps, TOLERANCES[point.precision]), steps[name].run
 
-    rows = {name: {"implementation": name} for name in (DEFAULT_NAME, JOINED)}
+    rows = {name: {"implementation": name} for name in (DEFAULT_NAME, COMBINED)}
     before = dist.barrier if dist.is_initialized() else None
     yield from check_and_time(rows, check, device=device, before=before, **point.rounds)
 
@@ -143,7 +143,7 @@ def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
         # Cloned: gradients may be views of a wrapper's buckets, which its next pass overwrites.
         both[configuration] = {name: one.clone() for name, one in gradients(step.model).items()}
         step.drop_gradients()
-    error = max_over_ranks(largest_difference(both[JOINED], both[DEFAULT_NAME]))
+    error = max_over_ranks(largest_difference(both[COMBINED], both[DEFAULT_NAME]))
     wrong = describe_error(error, tolerance)
     if dist.is_initialized():
         for step in steps.values():

@@ -157,7 +157,8 @@ def memory(results: Results) -> pd.DataFrame:
     rows = results.rows(["holder", "held_bytes", "peak_bytes"], kind="memory")
     rows = rows.assign(of_peak_percent=100 * rows["held_bytes"] / rows["peak_bytes"])
     rows = rows.sort_values("held_bytes", ascending=False, ignore_index=True)
-    return rows.head(MAX_HOLDERS)
+    # What a page would round to 0.
+    return rows[rows["of_peak_percent"] >= 0.1].head(MAX_HOLDERS)
 
 
 LAB = Lab(
@@ -198,7 +199,7 @@ LAB = Lab(
             text="Which lines of the file take most of a step?",
             table=lines,
             pick=lambda table: table.index[0],
-            says="`{line}` takes {seconds} of a step, {of_step_percent}%.",
+            says="In a step, `{line}` takes {seconds}, {of_step_percent}% of it.",
             figure=Bars(x="line", y="seconds"),
         ),
         Compare(
