@@ -15,7 +15,7 @@ import pandas as pd
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.check.class_folder import HandIn
 from labkit.check.hand_in import CLOCK_TOLERANCE
-from labkit.check.student import student_notebook
+from labkit.check.student import YOUR_ANSWER, student_notebook
 from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
@@ -71,6 +71,17 @@ class Grade:
     machine: str = ""
 
 
+@dataclass(frozen=True)
+class Work:
+    """A cell that a student wrote or changed."""
+
+    kind: str
+    """`code` or `markdown`."""
+    below: str
+    """The heading above it, which says what it answers."""
+    text: str
+
+
 @dataclass
 class Student:
     """A hand-in with its grades and flags."""
@@ -81,8 +92,7 @@ class Student:
     flags: list[Flag] = field(default_factory=list)
     answers: dict[str, Mapping[str, Answer]] = field(default_factory=dict)
     """By lab, the answers of the student's run."""
-    work: list[tuple[str, str]] = field(default_factory=list)
-    """Cells that the student wrote: type and source."""
+    work: list[Work] = field(default_factory=list)
 
     @property
     def severity(self) -> int:
@@ -266,16 +276,24 @@ def _read_work(students: Sequence[Student], originals: set[str]) -> None:
     """Find the cells that each student wrote or changed."""
     for student in students:
         for file, cells in student.hand_in.notebooks.items():
-            own = [
-                (kind, text)
-                for kind, text in cells
-                if text.strip() and text.strip() not in originals
-            ]
+            own = list(_own_cells(cells, originals))
             student.work += own
             if not own:
                 student.flag(Severity.NOTHING, f"{file} is untouched")
         if not student.hand_in.notebooks and not student.hand_in.problems:
             student.flag(Severity.NOTHING, "no notebook")
+
+
+def _own_cells(cells: Sequence[tuple[str, str]], originals: set[str]) -> Iterator[Work]:
+    heading = ""
+    for kind, text in cells:
+        if text.strip() and text.strip() not in originals:
+            # A cell with a heading of its own says what it answers.
+            below = "" if text.startswith("#") else heading
+            yield Work(kind, below, text.replace(YOUR_ANSWER, "").strip())
+        if kind == "markdown":
+            headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+            heading = headings[-1] if headings else heading
 
 
 def _flag_copies(students: Sequence[Student], originals: set[str]) -> None:
@@ -287,7 +305,7 @@ def _flag_copies(students: Sequence[Student], originals: set[str]) -> None:
         for lab, run in student.hand_in.runs.items():
             # The start has microseconds: two runs that share it are one.
             groups[f"{lab}: the same run", run.header.started, *run.header.planned].append(student)
-        code = {text.strip() for kind, text in student.work if kind == "code"}
+        code = {cell.text for cell in student.work if cell.kind == "code"}
         # Also without a notebook, or with other lines around it in its cell.
         code.update(check["code"].strip() for check in student.hand_in.checks.values())
         for text in code:

@@ -17,6 +17,8 @@ CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
 # A last paragraph that ends with a colon and announces the cell below.
 LEAD_IN = re.compile(r"(?:\A|\n\n)[^\n]+(?:\n[^\n]+)*:\s*\Z")
+# The other notebooks are not beside a student's.
+LINK = re.compile(r"\[([^\]]*)\]\(\d\d_\w+\.ipynb\)")
 SHOWS_SOURCE = re.compile(r"^lab\.source\(", re.MULTILINE)
 ANSWERS = re.compile(r'^lab\.answer\("(\w+)"\)', re.MULTILINE)
 
@@ -61,6 +63,7 @@ def _student_cells(cell: Any, lab: Lab, before: list[Any]) -> list[Any]:
         text = cell.source
         if CODE_BLOCK.search(text):
             text = CODE_BLOCK.sub("", TRY.sub("", text))
+        text = LINK.sub(r"\1", text)
         cell.source = SOLUTION.sub(rf"**\1**\n\n{YOUR_ANSWER}", text).strip()
         return [cell] if cell.source else []
     cell.outputs = []

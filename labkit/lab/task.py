@@ -26,7 +26,7 @@ class Task:
     allowed: tuple[str, ...] = ()
     """Kinds of calls that its code may make; all others are refused."""
     at_most: int | None = None
-    """Collectives per pass; None: as many as it likes."""
+    """Collectives per forward and backward pass together; None: as many as it likes."""
     noted: tuple[str, ...] = ()
     """Parts of names of torch's operators that do the work: no mistake, but a teacher is told."""
 
@@ -37,5 +37,5 @@ class Task:
             return "operators of torch, but no fused attention; no communication."
         text = "to communicate, only " + ", ".join(FUNCTIONS[kind] for kind in self.allowed)
         if self.at_most is not None:
-            text += f"; at most {self.at_most} per pass"
+            text += f"; at most {self.at_most} per forward and backward pass together"
         return f"{text}. Neither labkit's algorithms nor torch's own wrappers."

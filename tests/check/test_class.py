@@ -30,6 +30,7 @@ def test_a_students_notebook_has_a_task_and_neither_answers_nor_implementations(
     notebook = student_notebook(nbformat.read(notebook_path(lab), as_version=4), study)
     nbformat.validate(notebook)
     text = "\n".join(cell.source for cell in notebook.cells)
+    assert ".ipynb)" not in text  # the other notebooks are not beside it
     assert not any(
         word in text for word in ("lab.answer(", "lab.source(", "<details>", "```python")
     )
@@ -146,6 +147,8 @@ def test_a_teacher_grades_five_students_and_a_copy_from_one_page(home):
     words = ("José Núñez", "rank 1&#39;s input is missing", "line 7 of the cell", "# Cleo", "<text")
     assert all(word in html for word in words)
     assert "times torch" in html
+    # What a student wrote stands below the heading that it answers.
+    assert "Code, below: Three questions to think about" in html
 
 
 def test_what_a_teacher_has_added_or_asked_for_is_no_copy(home):
