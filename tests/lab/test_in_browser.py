@@ -95,6 +95,7 @@ def test_a_page_that_is_dark_on_the_screen_is_printed_in_the_colors_of_a_light_o
         page.emulate_media(media="print")
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         assert page.evaluate(CONTRASTS) == []
+        assert not any(link.is_visible() for link in page.locator("header nav").all())
         colors.append(page.evaluate(COLORS))
     assert colors[0] == colors[1]
 
