@@ -10,6 +10,7 @@ import torch
 
 from labkit.costs.transformer import SIZES
 from labkit.lab import recommended
+from labkit.lab.answers import Compare
 from labkit.lab.recommended import TOPICS, Configuration, recommend, runs_here, write_code
 from labkit.lab.runs.store import Run
 from labkit.machine.description import Gpu
@@ -17,6 +18,7 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS as ATTENTION
 from labkit.nn.attention_implementations import unavailable_reason
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import LOCAL
+from labkit.studies import load_lab
 from tests.cases import thinned
 from tests.pages.cells import recorded, run_of
 from tests.parallel.shared_ranks import on_ranks
@@ -105,10 +107,56 @@ def test_the_printed_code_runs(attention, precision):
     train(write_code(Configuration(precision, attention), "nano", 16))
 
 
-@pytest.mark.slow
+# Compiling takes a minute: under the first, code that is compiled runs as it is written.
+@pytest.mark.parametrize("stance", ["force_eager", pytest.param("default", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changes", [{"compiled": True}, {"attention": "compiled"}], ids=str)
-def test_the_printed_code_runs_compiled(changes):
-    train(write_code(Configuration(**changes), "nano", 16))
+def test_the_printed_code_runs_compiled(changes, stance):
+    with torch.compiler.set_stance(stance):
+        train(write_code(Configuration(**changes), "nano", 16))
+
+
+@pytest.mark.parametrize("attention", [name for name in ATTENTION if name not in ON_CPU])
+def test_the_printed_code_for_another_device_builds_its_model(attention):
+    names = {}
+    exec(write_code(Configuration(attention=attention), "nano", 16), names)
+    assert isinstance(names["model"], torch.nn.Module)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_printed_code_builds_every_model(size):
+    # On meta, since the largest one takes some GiB.
+    with torch.device("meta"):
+        exec(write_code(Configuration(), size, 2048), {})
+
+
+@pytest.mark.parametrize(
+    ("lab", "column", "name"),
+    [
+        ("all_reduce", "algorithm", "ring"),
+        ("attention", "implementation", "tiled"),
+        ("data_parallel", "implementation", "naive"),
+        ("sharding", "implementation", "zero1"),
+        ("sync_batchnorm", "alternative", "labkit"),
+    ],
+)
+def test_every_lab_that_takes_an_alternative_judges_it(lab, column, name):
+    study = load_lab(lab)
+    assert study.plugin_parameter is not None
+    run = with_mine(lab, column, name)
+    answers = study.answers(run.results())
+    tables = [
+        answers[question.id].table
+        for question in study.questions
+        if isinstance(question, Compare) and question.metric.compare == column
+    ]
+    verdicts = [
+        row["verdict"]
+        for table in tables
+        if table is not None
+        for row in table.to_dict("records")
+        if row[column] == "mine"
+    ]
+    assert "faster" in verdicts
 
 
 @on_ranks(2)
