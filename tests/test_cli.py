@@ -10,9 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from threading import Event, Thread
 from unittest.mock import Mock
 
 import pytest
@@ -24,11 +22,9 @@ from labkit.lab.pages import report
 from labkit.lab.pages.report import LabResult
 from labkit.lab.project import committed_notebook, notebook_path, recorded_directory
 from labkit.lab.runs.measure import measure
-from labkit.lab.runs.store import Run, RunFileError
+from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 from tests.commands import all_runs, runs_by
-from tests.conftest import SERVER
-from tests.fork_server import share_with_kernels
 from tests.lab.fake_lab import FAKE, FakeConfig
 
 
@@ -84,48 +80,6 @@ def test_a_run_holds_the_command_and_no_path_of_the_machine(command, home, monke
     (path,) = all_runs()
     assert Run.load(path).header.command == shlex.join(["labkit", *arguments])
     assert str(home) not in path.read_text()
-
-
-def _begun(folder):
-    """The run in the folder, once a point of it has ended and before the last has."""
-    for path in folder.glob("data/runs/*/*.jsonl"):
-        with suppress(RunFileError, FileNotFoundError):
-            run = Run.load(path)
-            return run if 0 < len(run.pending) < len(run.header.planned) else None
-    return None
-
-
-def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command, home, monkeypatch):
-    share_with_kernels(SERVER, monkeypatch)
-    begun = []
-    has_ended = Event()
-
-    def interrupt():
-        while not (begun or has_ended.wait(0.02)):
-            if (run := _begun(home)) is not None:
-                begun.append(run)
-                os.kill(os.getpid(), signal.SIGINT)
-
-    Thread(target=interrupt).start()
-    try:
-        options = _set(TWO_RANKS, f"sizes_bytes={[64, 128, 192]}", "repeats=400")
-        status, *said = command("report", "all_reduce", "--profile", "smoke", *options)
-    finally:
-        has_ended.set()
-    (run,) = begun
-    assert (status, "Traceback" in "".join(said)) == (130, False)
-    assert f"`labkit measure all_reduce --resume {run.name}`" in "".join("".join(said).split("\n"))
-
-    drawn = []
-    monkeypatch.setattr(
-        report,
-        "report_lab",
-        lambda page, *_: drawn.append(page.parameters) or LabResult(page.study, home, 0, None),
-    )
-    assert command("measure", "all_reduce", "--resume", run.name)[0] == 0
-    assert command("report", "--run", run.name)[0] == 0  # whose lab the run knows
-    assert drawn == [{"run": run.name}]
-    assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
 
 
 def test_doctor_and_terminal_say_what_runs_here_and_why_the_rest_does_not(command, monkeypatch):

@@ -1,16 +1,20 @@
 """Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
 
-Every lab is executed once, at profile `smoke`; in `make test` two are, and four draw their
-recorded runs. The tests look at what that left. `tests/pages/test_tries.py` runs the cells of
+Every lab is executed once, at profile `smoke`; in `make test` one is, and another draws its
+recorded run. The tests look at what that left. `tests/pages/test_tries.py` runs the cells of
 all labs, and tests/studies their workers.
 """
 
 import base64
 import json
+import os
 import re
 import shutil
+import signal
 import sys
+from contextlib import suppress
 from html import unescape
+from threading import Event, Thread
 from unittest.mock import Mock
 
 import nbformat
@@ -24,10 +28,10 @@ from labkit.lab.pages.execute import ENGINE, Kernel
 from labkit.lab.pages.html import mark_code
 from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import PageRecord
-from labkit.lab.pages.report import plan_report, report_lab
+from labkit.lab.pages.report import LabResult, plan_report, report_lab
 from labkit.lab.parameters import COMMON_PARAMETERS, notebook_parameters
 from labkit.lab.project import notebook_path, notebooks_directory, recorded_directory, shipped
-from labkit.lab.runs.store import Run
+from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.wording import headline, statement
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe
@@ -39,8 +43,8 @@ from tests.lab.test_labs import check_headline
 
 TOUR = notebooks_directory() / "00_start_here.ipynb"
 # Labs that `make test` measures, or draws.
-MEASURED = ("precision", "all_reduce")
-DRAWN = ("limits", "sync_batchnorm", "memory", "data_parallel")
+MEASURED = ("all_reduce",)
+DRAWN = ("memory",)
 # All but the tuned step, which has a table.
 WITH_FIGURES = [lab for lab in LABS if any(question.figure for question in load_lab(lab).questions)]
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
@@ -49,13 +53,24 @@ VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280)
 
 
 @pytest.fixture(scope="module")
-def report(request, tmp_path_factory):
+def kernel():
+    """Executes notebooks of this file, with ranks of the fork server that the processes of the
+    tests share; its home is that of the first notebook."""
+    with pytest.MonkeyPatch.context() as patch:
+        share_with_kernels(SERVER, patch)
+        kernel = Kernel([load_lab(lab) for lab in (*MEASURED, *DRAWN)])
+        yield kernel
+        kernel.close()
+
+
+@pytest.fixture(scope="module")
+def report(request, tmp_path_factory, kernel):
     """The folder of the pages of all labs and of the tour: by commands, or in `make test` for
     less."""
     pages = tmp_path_factory.mktemp("smoke") / "pages"
     if "not slow" in request.config.option.markexpr:
         with pytest.MonkeyPatch.context() as patch:
-            _report_in_one_kernel(pages, patch)
+            _report_in_one_kernel(pages, patch, kernel)
         return pages
     program = ["labkit", "report", "--profile", "smoke", "--output"]
     tour = pages / "notebooks" / TOUR.name
@@ -70,16 +85,12 @@ def report(request, tmp_path_factory):
     return pages
 
 
-def _report_in_one_kernel(pages, patch):
-    """With half of the rounds of `smoke`, and ranks of the fork server that the processes of the
-    tests share."""
+def _report_in_one_kernel(pages, patch, kernel):
+    """With half of the rounds of `smoke`."""
     pages.mkdir()
     patch.chdir(pages)
     patch.setenv("LABKIT_HOME", str(pages / "home"))
-    share_with_kernels(SERVER, patch)
-    studies = [load_lab(lab) for lab in (*MEASURED, *DRAWN)]
-    kernel = Kernel(studies)
-    for study in studies:
+    for study in map(load_lab, (*MEASURED, *DRAWN)):
         (recorded,) = (recorded_directory() / study.name).glob("*.jsonl")
         fewer = {"repeats": 3} if "repeats" in type(study.profiles["smoke"]).model_fields else {}
         parameters = (
@@ -97,7 +108,6 @@ def _report_in_one_kernel(pages, patch):
     papermill.execute_notebook(
         TOUR, tour, {"repeats": 3}, engine_name=ENGINE, kernel_name="python3", **options
     )
-    kernel.close()
     write_index(map(load_lab, LABS), pages)
 
 
@@ -272,6 +282,56 @@ def test_a_drawn_page_has_the_answers_of_its_run(report):
     html = unescape((report / "memory.html").read_text().replace("\N{NO-BREAK SPACE}", " "))
     for answer in load_lab("memory").answers(run.results()).values():
         assert unescape(mark_code(statement(answer))) in html
+
+
+def _begun(folder):
+    """The run in the folder, once a point of it has ended and before the last has."""
+    for path in folder.glob("data/runs/*/*.jsonl"):
+        with suppress(RunFileError, FileNotFoundError):
+            run = Run.load(path)
+            if 0 < len(run.pending) < len(run.header.planned):
+                return run
+    return None
+
+
+def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(
+    command, report, kernel, monkeypatch
+):
+    home = report / "home"
+    monkeypatch.setenv("LABKIT_HOME", str(home))
+    monkeypatch.setattr("labkit.lab.pages.execute.Kernel", lambda studies: kernel)
+    begun = []
+    has_ended = Event()
+
+    def interrupt():
+        while not (begun or has_ended.wait(0.02)):
+            if (run := _begun(home)) is not None:
+                begun.append(run)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    Thread(target=interrupt).start()
+    try:
+        fewest = ("world_sizes=[2]", "algorithms=['ring']", "transports=[]", "scheduling_bytes=[]")
+        settings = (*fewest, "sizes_bytes=[64, 128]", "repeats=300")
+        options = [part for text in settings for part in ("--set", text)]
+        status, *said = command("report", "all_reduce", "--profile", "smoke", *options)
+    finally:
+        has_ended.set()
+    (run,) = begun
+    assert (status, "Traceback" in "".join(said)) == (130, False)
+    assert f"`labkit measure all_reduce --resume {run.name}`" in "".join("".join(said).split("\n"))
+
+    drawn = []
+
+    def draw(page, *_):
+        drawn.append(page.parameters)
+        return LabResult(page.study, home, 0, None)
+
+    monkeypatch.setattr("labkit.lab.pages.report.report_lab", draw)
+    assert command("measure", "all_reduce", "--resume", run.name)[0] == 0
+    assert command("report", "--run", run.name)[0] == 0  # whose lab the run knows
+    assert drawn == [{"run": run.name}]
+    assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
 
 
 # The tour for newcomers
