@@ -208,13 +208,16 @@ for module in sys.argv[1:]:
 import labkit.studies.all_reduce.lab
 of_pages = {"matplotlib", "seaborn", "scipy.stats", "IPython", "nbconvert"}
 print("a lab", *sorted(of_pages & set(sys.modules)))
+# A kernel runs a notebook and reads none; what reads one takes a second to load.
+import labkit.lab.parameters, labkit.lab.pages.record
+print("a kernel", *sorted({"nbformat", "jsonschema"} & set(sys.modules)))
 """
 
 
 def test_what_a_rank_imports_is_light_and_a_lab_is_loaded_without_what_only_its_page_needs():
     modules = [_module(path) for path in WORKERS]
     imported = subprocess.check_output([sys.executable, "-c", IMPORT, *modules], text=True)
-    assert imported.splitlines() == ["attention", *modules, "a lab"]
+    assert imported.splitlines() == ["attention", *modules, "a lab", "a kernel"]
 
 
 def test_environment_yml_is_in_step_with_pyproject():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
 from labkit.lab.config import LabConfig, ParameterError, check_names
@@ -78,6 +77,8 @@ def report_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) 
 
 def notebook_parameters(text: str, name: str) -> dict[str, Any]:
     """Read the cell tagged `parameters`. ParameterError without one, or for what is no literal."""
+    import nbformat  # a second to load, and a kernel that imports this module reads no notebook
+
     for cell in nbformat.reads(text, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
             try:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Literal
 
-import nbformat
 from pydantic import BaseModel, ValidationError
 
 from labkit.lab.declaration import Lab
@@ -40,6 +39,8 @@ def run_card(lab: Lab, run: Run) -> Piece:
 
 def notebook_run(notebook: Path) -> Path | None:
     """Return the run of an executed notebook; None if it did not get to its last cell."""
+    import nbformat  # a second to load, and a kernel that imports this module reads no notebook
+
     for cell in reversed(nbformat.read(notebook, as_version=4).cells):
         for output in cell.get("outputs", []):
             record = output.get("data", {}).get(RUN_MIME)
