@@ -14,9 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
-from labkit.__main__ import main
 from tests.browser import opened_browser
 from tests.fork_server import OF_TESTS, borrow, lend, preload
 
@@ -47,6 +45,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    import torch  # here, since the process that hands the tests out collects none
+
     skipped = {}
     if not torch.cuda.is_available():
         skipped["gpu"] = "needs a CUDA device"
@@ -115,6 +115,8 @@ def home(tmp_path):
 def command(monkeypatch, capfd):
     """Carries out a command in this process: its exit status, what it printed, and its
     complaints."""
+    from labkit.__main__ import main
+
     # The program sets the garbage collector of its process for itself.
     before = gc.get_threshold()
 
