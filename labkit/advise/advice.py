@@ -150,7 +150,7 @@ def _remedies(request: Request) -> Iterator[Change]:
         kinds.append([(title, replace(request, fixed=without(name)))])
     more = [factor * request.gpus for factor in GPU_FACTORS]
     kinds.append([(f"{n} GPUs", replace(request, fixed=without("dp"), gpus=n)) for n in more])
-    # The nodes and their network stay: only the GPUs in them are others.
+    # The nodes and their network stay: only their GPUs change.
     present = request.hardware
     cards = [
         HARDWARE[name].with_network(

@@ -88,7 +88,7 @@ class Diagnosis:
 
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
-        # At its worst it would cost more than is lost.
+        # At its worst the step would take as long as it did, or longer.
         if cause.mfu <= self.mfu:
             return 1.0
         usual = self.expected.mfu

@@ -135,7 +135,8 @@ def make_request(options: Options) -> AdviceRequest:
     name = options.model
     if name is None:
         raise ValueError("expected --model NAME or --model config.json")
-    # A folder, too, as a model's download; a missing file is told as one, not as an unknown name.
+    # A path may be the folder of a downloaded model. A missing file is reported as missing, not as
+    # an unknown model.
     is_path = name.endswith(".json") or kind_of_path(name) is not None
     model = read_model(Path(name)) if is_path else find_model(name)
     hardware, gpus = _hardware(options)

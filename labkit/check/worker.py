@@ -86,7 +86,7 @@ MAX_SHARE = 0.75
 
 def sizes_on(memory_bytes: int) -> str:
     """Return the name of the sizes for a GPU of this memory."""
-    # Whatever is free of it now: other sizes than the baseline's could not be compared.
+    # By all of it, not by what is free now: sizes other than the baseline's cannot be compared.
     large = CheckPoint(device="cuda", sizes="cuda")
     if large.needed_bytes <= MAX_SHARE * memory_bytes:
         return large.sizes

@@ -73,7 +73,7 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
     exists = index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)
     sharded = runs.shard_ranks[:, None]
-    # In bf16: all parameters, or two gathered layers, the one that computes and the next.
+    # In bf16, 2 bytes each: all parameters, or two gathered layers, the current and the next.
     is_whole = ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
     gathered = 4 * (runs.layer_parameters / runs.tp)[:, None]
     weights = np.where(is_whole, 2 * parameters, gathered)

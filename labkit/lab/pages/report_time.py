@@ -48,7 +48,8 @@ class ReportTime:
         name = page.study.name
         if name != LIMITS:
             return page.with_config({"budget_s": round(self.shares(name)[name], 1)})
-        # The other labs predict by all points of this one, but short ones do.
+        # The other labs predict by every point of this one: in a short report each has fewer
+        # repeats, and none is left out.
         if self.total_s > self.deadline - time.monotonic():
             return page.with_config(SHORT_LIMITS)
         return page
