@@ -1,7 +1,6 @@
 """The command line: nothing but arguments, messages and exit codes."""
 
 import atexit
-import errno
 import gc
 import logging
 import math
@@ -40,9 +39,6 @@ from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_lab
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-"""A full disk or a read-only folder is not the caller's mistake: status 1."""
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
 Profile = Annotated[
@@ -101,9 +97,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in NOT_WRITABLE:
+        status = project.status_of_file_error(error)
+        if status is None:
             raise
-        status = _print_error(f"{error.filename or 'standard output'}: {error.strerror}", 1)
+        _print_error(f"{error.filename or 'standard output'}: {error.strerror}", status)
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's own errors, whose class is private
             raise

@@ -2,6 +2,7 @@
 happened."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -17,10 +18,15 @@ import pytest
 
 from labkit import __version__
 from labkit.lab import project
-from labkit.lab.commands.console import number
+from labkit.lab.commands.console import number, prepare_shell
 from labkit.lab.pages import report
 from labkit.lab.pages.report import LabResult
-from labkit.lab.project import committed_notebook, notebook_path, recorded_directory
+from labkit.lab.project import (
+    committed_notebook,
+    notebook_path,
+    recorded_directory,
+    reference_directory,
+)
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
@@ -247,9 +253,12 @@ def test_measure_says_why_points_were_skipped_and_they_are_no_failure(
     assert re.search(r"^  1 skipped: needs what this machine has not", complaints, re.MULTILINE)
 
 
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_a_reader_that_leaves_ends_a_command_quietly(option):
-    line = f"{sys.executable} -m labkit {option} | true; exit ${{PIPESTATUS[0]}}"
+PREDICT = f"predict {reference_directory() / 'scaling' / 'training_runs.csv'}"
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", PREDICT])
+def test_a_reader_that_leaves_ends_a_command_quietly(arguments):
+    line = f"{sys.executable} -m labkit {arguments} | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
@@ -269,6 +278,34 @@ def test_what_a_shell_took_away_is_one_line(line, status, said, tmp_path):
     )
     assert (result.returncode, len(result.stderr.splitlines())) == (status, int(bool(said)))
     assert said in result.stderr
+
+
+def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    prepare_shell()
+    print("größe \udce4")
+    stdout.flush()
+    assert stdout.buffer.getvalue() == b"gr??e ?\n"
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("notebook", "limits", "--output", f"{LONG}.ipynb"),
+        ("compare", "a", "b", "--output", f"{LONG}.html"),
+        ("try", f"{LONG}.py:setup"),
+        ("check", "--bundle", f"{LONG}.zip"),
+        ("hand-in", "Ann", "--notebook", LONG),
+    ],
+)
+def test_a_path_that_can_name_no_file_is_one_line(arguments, command, home):
+    status, _, complaints = command(*arguments)
+    assert status == 2
+    _assert_one_message(complaints, [LONG[:50]])
 
 
 def test_a_piped_table_has_one_line_per_row_however_narrow_the_terminal_is(command, monkeypatch):

@@ -243,9 +243,9 @@ def _flag_outliers(lab: Lab, students: Sequence[Student]) -> None:
 def _mentions(table: pd.DataFrame, names: set[str]) -> pd.Series:
     """Return which rows of a table of ratios are about one of these alternatives."""
     configurations = table.index.get_level_values("configuration")
-    return pd.Series(
-        [bool(names & set(text.split(", "))) for text in configurations], index=table.index
-    )
+    # Without a dtype an empty mask, of a run without answers, would select columns.
+    is_mentioned = [bool(names & set(text.split(", "))) for text in configurations]
+    return pd.Series(is_mentioned, index=table.index, dtype=bool)
 
 
 def _values(run: Run) -> dict[str, str]:

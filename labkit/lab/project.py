@@ -109,7 +109,8 @@ def check_page(page: Path) -> None:
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. OSError with the file's name if that fails."""
     if isinstance(content, str):
-        content = content.encode()
+        # Names of a student's files, or texts in JSON, may be no Unicode.
+        content = content.encode(errors="replace")
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since a file cannot be renamed into another file system.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -120,6 +121,18 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def status_of_file_error(error: OSError) -> int | None:
+    """Return the exit status of a command that ends with this error; None if it is no file's."""
+    # A path that can name no file is the caller's mistake.
+    if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+        return 2
+    # A disk that is full or broken, or a folder that may not be written, is not.
+    not_writable = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+    if error.errno in (*not_writable, errno.EIO, errno.ESTALE):
+        return 1
+    return None
 
 
 def is_full_disk(error: Exception) -> TypeGuard[OSError]:

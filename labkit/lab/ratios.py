@@ -45,7 +45,8 @@ def ratio_tables(lab: Lab, runs: Sequence[Mapping[str, Answer]]) -> list[pd.Data
                     ratios.assign(question=question.id, configuration=labels(table, columns))
                 )
     empty = pd.DataFrame(columns=[*KEYS, "ratio", "low", "high"])
-    named = [pd.concat(rows or [empty]).set_index(KEYS) for rows in tables]
+    # An empty table has no type of its own, and would take that of the others away.
+    named = [pd.concat(rows or [empty]).set_index(KEYS).astype(float) for rows in tables]
     # Rows that are named alike cannot be told apart in another run.
     return [table[~table.index.duplicated(keep=False)] for table in named]
 

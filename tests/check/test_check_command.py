@@ -121,6 +121,21 @@ def test_what_is_right_but_slow_is_no_failure_and_what_was_not_compared_no_succe
         assert result.nothing_compared_reason
 
 
+@pytest.mark.usefixtures("home")
+def test_a_script_reads_which_results_are_bad_and_that_nothing_was_compared(measured, command):
+    results = [replace(OK, status=status) for status in ("wrong", "too_slow", "ok")]
+    measured(made_run(1), results)
+    status, printed, _ = command("check", "--json")
+    document = json.loads(printed)
+    assert [one["is_bad"] for one in document["correctness"]] == [True, False, False]
+    assert status == document["status"] == Status.WRONG
+    measured(made_run(1))
+    status, printed, _ = command("check", "--json")
+    document = json.loads(printed)
+    assert status == document["status"] == Status.NOTHING_COMPARED
+    assert document["nothing_compared"]
+
+
 def _save(run, home):
     folder = baseline_folder(run.header.machine)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """For a class: notebooks without answers, hand-ins, and the page on which a teacher grades."""
 
 import json
+import os
 import unicodedata
 import zipfile
 from datetime import UTC, datetime, timedelta
@@ -251,6 +252,28 @@ def test_a_zip_that_unpacks_to_gigabytes_is_not_read_to_its_end(home, monkeypatc
     _zip(home / "class/a.zip", "Ann", **{f"{number}.ipynb": "0" * 900 for number in range(40)})
     (hand_in,) = read_class(home / "class").hand_ins
     assert len(hand_in.problems) == 6
+
+
+def test_names_that_are_no_unicode_are_shown_all_the_same(home, command):
+    folder = home / "class"
+    _zip(folder / os.fsdecode(b"hand-in-Jos\xe9.zip"), "Jos\ud800")
+    (folder / os.fsdecode(b"hand-in-M\xfcller.zip")).write_bytes(b"no zip")
+    status, said, complaints = command("compare", str(folder), "--output", str(home / "p.html"))
+    assert (status, "Traceback" in complaints, "Jos?" in said) == (1, False, True)
+    assert "Jos?" in (home / "p.html").read_text()
+
+
+def test_a_run_that_was_interrupted_at_once_costs_a_class_no_page(home):
+    for minutes, name in enumerate(("Ann", "Bo", "Cleo", "Dan")):
+        slower = 3.0 if name == "Dan" else 1.0
+        _hand_in(home, home / "class", name, minutes=minutes, slower=slower)
+    run = _record(home, minutes=9)
+    run.write_text(run.read_text().partition("\n")[0] + "\n")
+    write_hand_in("Eve", ["all_reduce"], home / "class")
+    result = write_class_page(home / "class", home / "class.html")
+    flags = {one.name: " ".join(flag.text for flag in one.flags) for one in result.students}
+    assert "interrupted before" in flags["Eve"]
+    assert [name for name, text in flags.items() if "unlike" in text] == ["Dan"]
 
 
 def test_what_no_hand_in_of_labkit_holds_is_named_in_plain_words(home):

@@ -1,5 +1,6 @@
 """Output in a terminal: results or JSON (docs/for-scripts.md) on stdout, all else on stderr."""
 
+import io
 import json
 import math
 import os
@@ -45,11 +46,17 @@ PIPED_WIDTH = 10_000
 
 
 def prepare_shell() -> None:
-    """Replace output that a shell closed (`>&-`); ParameterError without a working directory."""
+    """Replace output that a shell closed (`>&-`), and characters that it cannot show.
+
+    ParameterError without a working directory.
+    """
     # Python has no stream then, and the next file that is opened would get its number.
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115
+    # Names of files may hold bytes that are no UTF-8, and a terminal may know only ASCII.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     # In a folder that is gone, torch's libraries would end the process.
     try:
         Path.cwd()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from labkit.lab.project import kind_of_path
 from labkit.lab.user_lines import deepest_user_line
 from labkit.parallel.ranks.results import is_out_of_memory
 
@@ -93,7 +94,7 @@ def load_setup(target: str) -> Callable[..., Any]:
     """
     path_text, _, name = target.partition(":")
     path = Path(path_text)
-    if not path.is_file():
+    if kind_of_path(path) != "file":
         raise SetupError(f"expected FILE.py:FUNCTION, and there is no file {path_text[-80:]!r}")
     module = _import(path.resolve())
     function = getattr(module, name or FUNCTION, None)
