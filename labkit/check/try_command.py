@@ -53,8 +53,8 @@ def try_training(
     With --ranks: wrappers and stages of ZeRO, torch's and labkit's, instead of changes.
     With --batch auto, or several values as in --set batch=8,16: these values instead.
 
-    Exit status: 0; 1 if a busy run was not saved; 3 if a step, or a part of it, is slower than its
-    baseline by more than 5%.
+    Exit status: 0; 1 if nothing was measured, or a busy run not saved; 3 if a step, or a part of
+    it, is slower than its baseline by more than 5%.
     """
     # Not above: torch takes seconds to import, and `labkit --help` needs none of it.
     from labkit.check.trainings import compare_with_baseline, save_training
@@ -80,9 +80,7 @@ def try_training(
         run = measure(
             lab.LAB, config, profile="quick", on_progress=on_progress, on_output=err.print
         )
-    reason = run.results().refusal
-    if reason is not None:
-        raise ParameterError(reason)
+    _require_step(run)
     # A busy run would be slower than any baseline, and make a bad one.
     since_baseline = None if save or run.is_busy else compare_with_baseline(run)
     summary.finish(run)
@@ -100,6 +98,20 @@ def try_training(
         err.print(f"baseline: {path_from_here(save_training(run))}")
     is_slower = since_baseline is not None and since_baseline.is_slower
     raise typer.Exit(3 if is_slower else 0)
+
+
+def _require_step(run: "Run") -> None:
+    """End the command unless a step was measured: ParameterError for a setup that is wrong."""
+    from labkit.studies.your_training.lab import found
+
+    reason = run.results().refusal
+    if reason is not None:
+        raise ParameterError(reason)
+    if found(run.results()).empty:
+        # A rank was killed, or the time was over.
+        for note in run.missing_points():
+            err.print(f"not measured: {note.status}: {note.reason}")
+        raise typer.Exit(1)
 
 
 def _arguments(assignments: list[str], batch: str | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, TypeGuard
@@ -21,11 +22,20 @@ def checkout() -> Path | None:
 
 
 def project_root() -> Path:
-    """Return the folder of results: $LABKIT_HOME, else the checkout, else the working directory."""
+    """Return the folder of results: $LABKIT_HOME, else the checkout, else the working directory.
+
+    ParameterError for a home of an unknown user (~name).
+    """
     home = os.environ.get("LABKIT_HOME")
-    if home:
+    if not home:
+        return checkout() or Path.cwd()
+    try:
         return Path(home).expanduser().resolve()
-    return checkout() or Path.cwd()
+    except RuntimeError:
+        # Ranks look for folders, too, and start without pydantic.
+        from labkit.lab.config import ParameterError
+
+        raise ParameterError(f"LABKIT_HOME={home}: there is no such user or home folder") from None
 
 
 def shipped() -> Path:
@@ -63,7 +73,6 @@ def notebooks_directory() -> Path:
 
 def check_writable(*folders: Path) -> None:
     """ParameterError, with the way out, for a folder that cannot be made or takes no files."""
-    # Ranks look for folders, too, and start without pydantic.
     from labkit.lab.config import ParameterError
 
     for folder in folders:
@@ -120,7 +129,9 @@ def write_file(path: Path, content: str | bytes) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        part.unlink(missing_ok=True)
+        # A read-only folder would have its own error here, about a file that nobody knows.
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def status_of_file_error(error: OSError) -> int | None:

@@ -142,6 +142,16 @@ def test_the_command_saves_a_baseline_and_ends_with_status_3_if_a_step_is_slower
     assert document["found"]["optimizer"] == "AdamW"
 
 
+def test_a_training_whose_rank_dies_is_a_line_and_status_1(monkeypatch, tmp_path):
+    run = run_of(tmp_path, 1)
+    died = {"status": "failed", "reason": "rank 0 died"}
+    ends = {point: end.model_copy(update=died) for point, end in run.ends.items()}
+    outcome = carry_out(monkeypatch, Run(run.path, run.header, run.rows, ends), "--save")
+    assert outcome.exit_code == 1
+    assert outcome.stderr.strip() == "not measured: failed: rank 0 died"
+    assert not load_trainings(run)
+
+
 def test_the_command_says_what_the_setup_returned_then_if_it_returns_something_else(
     monkeypatch, tmp_path
 ):

@@ -186,7 +186,8 @@ def execute_notebook(
     papermill_engines.register(ENGINE, _Engine)
     try:
         papermill.execute_notebook(
-            target,
+            # papermill replaces names in braces, which a folder may have, by parameters.
+            str(target).replace("{", "{{").replace("}", "}}"),
             None,
             parameters=parameters,
             engine_name=ENGINE,
