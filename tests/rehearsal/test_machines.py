@@ -75,6 +75,14 @@ def test_a_plan_has_sizes_and_a_time_and_uses_the_gpus_or_the_cpu(lab, machines)
             assert has_gpu_each or (point.backend != "nccl" and lab != "tuned_step"), name
 
 
+@pytest.mark.parametrize("name", ["3 A100", "5 RTX 5090", "6 B300", "7 L40S"])
+def test_sequences_divide_among_any_number_of_gpus(name):
+    """By twice the ranks: zigzag halves every rank's part."""
+    points, _ = _plan("context_parallel", MACHINES[name], "quick")
+    assert len(MACHINES[name].gpus) in {point.world_size for point in points}
+    assert [point for point in points if point.sequence % (2 * point.world_size)] == []
+
+
 @pytest.mark.parametrize(("lab", "name"), [*product(LABS, ["1 H100", "8 H100"])])
 def test_the_sizes_of_an_h100_are_planned_within_its_time(lab, name, monkeypatch):
     machine = MACHINES[name].model_copy(update={"cores": 64})
