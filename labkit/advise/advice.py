@@ -89,7 +89,7 @@ def advise(request: Request) -> Advice:
     ranking = rank(request)
     best = ranking.proposed()
     first = ranking.first()
-    changes = [] if first.has_room else list(_remedies(request))
+    changes = [] if first.has_room else list(_remedies(request, ranking))
     if not best:
         return Advice(request, best, first, [], changes)
     changes += [_answer(name, changed) for name, changed in _variations(request)]
@@ -135,16 +135,21 @@ def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
     return Change(name, request, ranking.predictions.prediction(rows[0]))
 
 
-def _remedies(request: Request) -> Iterator[Change]:
+def _remedies(request: Request, ranking: Ranking) -> Iterator[Change]:
     """Yield of each kind of change the first that leaves room to spare, else its last."""
     fixed = request.fixed
+    predictions = ranking.predictions
+    # A layout with less memory may be slower, which is why it was not the best.
+    with_room = [row for row in ranking.order if predictions.has_room[row]]
+    if with_room:
+        lean = predictions.prediction(with_room[0])
+        yield Change("a layout that needs less memory", request, lean)
 
     def without(name: str) -> dict[str, Any]:
         return {other: value for other, value in fixed.items() if other != name}
 
-    # A layout with less memory may be slower, which is why it was not the best.
-    kinds = [[("a layout that needs less memory", request)]]
     # Cheap changes come before rented GPUs: the first one that fits is the remedy.
+    kinds: list[list[tuple[str, Request]]] = []
     for name, value in fixed.items():
         title = f"not {name.replace('_', '-')} {value}"
         kinds.append([(title, replace(request, fixed=without(name)))])

@@ -62,10 +62,10 @@ def profile_range(runs: Runs, seconds: Numbers, sources: Texts) -> Ends:
         return low, high
     # By layout, not one width for all: nanotron's engine, for one, stalls in pipelines with tensor
     # parallelism over nodes, where others do not.
-    unnamed = runs.take(rows)
-    profiles = runs.constants.table["slowdown"].keys() - {"default"}
-    by_profile = [predict_step_s(unnamed.with_framework(name)) for name in sorted(profiles)]
-    ratios = np.log(by_profile / seconds[rows])
+    profiles = sorted(runs.constants.table["slowdown"].keys() - {"default"})
+    every = runs.take(np.tile(np.flatnonzero(rows), len(profiles)))
+    by_profile = predict_step_s(every.with_frameworks(np.repeat(profiles, rows.sum())))
+    ratios = np.log(by_profile.reshape(len(profiles), -1) / seconds[rows])
     low[rows] = np.maximum(-ratios.min(axis=0), 0.0)
     high[rows] = np.maximum(ratios.max(axis=0), 0.0)
     return low, high

@@ -114,15 +114,15 @@ def distances(runs: Runs, others: Runs) -> Numbers:
     1 is a doubling of the GPUs.
     """
     away = np.zeros((len(runs), len(others)))
-    for name, weight in DOUBLING.items():
-        ours = weight * np.log2(getattr(runs, name))
-        theirs = weight * np.log2(getattr(others, name))
-        apart = np.subtract.outer(ours, theirs)
-        away += np.abs(apart, out=apart)
-    for name, weight in DIFFERENCE.items():
-        both = np.concatenate([getattr(runs, name), getattr(others, name)])
-        codes = np.unique(both, return_inverse=True)[1]
-        away += weight * np.not_equal.outer(codes[: len(runs)], codes[len(runs) :])
+    for name, weight in (DOUBLING | DIFFERENCE).items():
+        # Layouts of a search have few values of each column, or one.
+        values, codes = np.unique(getattr(runs, name), return_inverse=True)
+        theirs = getattr(others, name)
+        if name in DOUBLING:
+            apart = np.abs(np.subtract.outer(weight * np.log2(values), weight * np.log2(theirs)))
+        else:
+            apart = weight * (values[:, None] != theirs)
+        away += apart[codes] if len(values) > 1 else apart
     # A user's own runs say what their framework takes: it is no further away than a published one.
     away[runs.framework == CALIBRATED] -= DIFFERENCE["framework"]
     return away

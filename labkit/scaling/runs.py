@@ -86,10 +86,11 @@ def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
 
 
 def _wrong_values(layout: Layout, seq_len: int) -> Iterator[str]:
-    sizes = vars(layout) | {"seq_len": seq_len}
-    for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "seq_len"):
-        if sizes[name] < 1:
-            yield f"expected {name} of 1 or more, got {sizes[name]}"
+    for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch"):
+        if getattr(layout, name) < 1:
+            yield f"expected {name} of 1 or more, got {getattr(layout, name)}"
+    if seq_len < 1:
+        yield f"expected seq_len of 1 or more, got {seq_len}"
     if layout.pp > MAX_STAGES:
         yield f"expected pp of at most {MAX_STAGES}, got {layout.pp}"
     for name, allowed in (("shard", SHARDS), ("recompute", RECOMPUTE), ("precision", PRECISIONS)):
@@ -198,10 +199,10 @@ class Runs:
         other.__dict__ |= self.__dict__ | {"constants": constants, "_constants": {}}
         return other
 
-    def with_framework(self, name: str) -> "Runs":
-        """Return the same runs, with their columns so far, under the constants of one framework."""
+    def with_frameworks(self, names: Texts) -> "Runs":
+        """Return the same runs, with their columns so far, under constants of other frameworks."""
         other = self.with_constants(self.constants)
-        other.__dict__ |= {"framework": np.full(len(self), name)}
+        other.__dict__ |= {"framework": names}
         other.__dict__.pop("codes", None)
         return other
 
