@@ -8,7 +8,7 @@ constants are declared, with a source.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,47 +21,22 @@ CALIBRATED = "calibrated"
 # Quantities that depend on the GPU's architecture; the others depend on the framework.
 BY_ARCHITECTURE = frozenset({"gemm_efficiency", "link_efficiency", "memory_efficiency"})
 
-# Frameworks that share code: a framework without a constant of a quantity uses its parent's.
-# megatron and vtrain run Megatron-LM of 2021 (unfused attention, no overlap); MaxText uses NeMo's
-# cuDNN attention. vtrain_node is vTrain's single-node table, put together from profiled kernels.
-PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 
-# Published table, or the name of a framework -> framework.
-TABLES: Mapping[str, str] = {
-    "nanotron": "nanotron",
-    "vtrain_multinode": "vtrain",
-    "vtrain_singlenode": "vtrain_node",
-    "bigscience": "vtrain",
-    "dlperf_megatron": "vtrain",
-    "megatron": "megatron",
-    "mosaic": "mosaic",
-    "dgxc": "nemo",
-    "dgxc_example": "nemo",
-    "nemo_b200_log": "nemo",
-    "maxtext": "maxtext",
-    "torchtitan": "torchtitan",
-    "titan_blog": "torchtitan",
-    "fms": "fms",
-    "internevo": "internevo",
-}
-# Part of a framework's name -> the published framework whose code is nearest, first match.
-NEAREST: Sequence[tuple[str, str]] = (
-    ("bridge", "nemo"),
-    ("mlperf", "nemo"),
-    ("megatron-core", "nemo"),
-    ("nemo", "nemo"),
-    ("megatron-deepspeed", "vtrain"),
-    ("megatron", "megatron"),
-    ("titan", "torchtitan"),
-    ("fsdp2", "torchtitan"),
-    ("composer", "mosaic"),
-    ("foundry", "mosaic"),
-    ("mpt", "mosaic"),
-    ("maxtext", "maxtext"),
-    ("nanotron", "nanotron"),
-)
+def _read_frameworks(relation: str) -> dict[str, str]:
+    """Return framework by name, of one relation in `frameworks.csv`, in the file's order."""
+    rows = read_table("frameworks")
+    return {row["name"]: row["framework"] for row in rows if row["relation"] == relation}
 
 
+# Published table -> its framework.
+TABLES = _read_frameworks("table")
+# Part of a framework's name -> the published framework whose code is nearest; the first one counts.
+NEAREST = _read_frameworks("part of a name")
+# Framework -> the one whose constants it has, where it has none.
+PARENTS = _read_frameworks("constants")
+
+
+@cache  # tables have few
 def find_framework(name: str) -> str | None:
     """Return the published framework that a name, or a table's, means; None if unknown."""
     words = re.sub("[ _]", "-", name.strip().lower())
@@ -69,7 +44,7 @@ def find_framework(name: str) -> str | None:
         return TABLES[words.replace("-", "_")]
     if words in (GENERIC, *TABLES.values()):
         return words
-    return next((nearest for part, nearest in NEAREST if part in words), None)
+    return next((nearest for part, nearest in NEAREST.items() if part in words), None)
 
 
 @dataclass(frozen=True)

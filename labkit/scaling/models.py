@@ -38,14 +38,9 @@ _SIZES = {
     "ffn": ("intermediate_size", "ffn_dim", "n_inner"),
     "vocab": ("vocab_size",),
 }
-# Model types by their feed-forward part, and those that tie embeddings unless the file says so.
-_GATED = (
-    "llama mistral ministral ministral3 qwen2 qwen3 phi3 internlm2 internlm3 olmo olmo2 olmo3"
-    " granite stablelm baichuan gemma gemma2 gemma3_text smollm3 cohere cohere2"
-    " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text qwen3_vl_text"
-)
-_UNGATED = "starcoder2 phi gpt2 gpt_neox opt mpt"
-_TIED = "gemma gemma2 gemma3_text smollm3 cohere cohere2 starcoder2 gpt2 opt mpt"
+# Model type of a `config.json` -> its feed-forward part, and whether embeddings are tied unless the
+# file says so.
+_TYPES = {row["model_type"]: row for row in read_table("model_types")}
 # Keys of a `config.json` of a mixture of experts.
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
 # Keys under which the `config.json` of a multimodal model has its language model.
@@ -242,9 +237,8 @@ def _read_config(config: dict[str, Any], name: str) -> Model:
     if is_mixture:
         raise ValueError(NO_MIXTURES)
     kind = str(config.get("model_type"))
-    known = f"{_GATED} {_UNGATED}".split()
-    if kind not in known:
-        near = difflib.get_close_matches(kind, known) or ["llama", "qwen3", "gpt2"]
+    if kind not in _TYPES:
+        near = difflib.get_close_matches(kind, _TYPES) or ["llama", "qwen3", "gpt2"]
         raise ValueError(
             f"expected a model_type{where} whose sizes are known, such as {', '.join(near)}; got"
             f" {kind[:40]!r}"
@@ -300,8 +294,8 @@ def _model(config: Mapping[str, Any], kind: str, name: str) -> Model:
     # A terminal or a page would take other characters for a command.
     letters = "".join(letter for letter in name if letter.isalnum() or letter in " .-_")
     values |= {
-        "ffn_gated": kind in _GATED.split(),
-        "tied": kind in _TIED.split() if tie is None else tie,
+        "ffn_gated": _TYPES[kind]["ffn_gated"] == "1",
+        "tied": _TYPES[kind]["tied"] == "1" if tie is None else tie,
         "name": letters[:40] or "this model",
     }
     return validate(Model, values, keys=keys | {"tied": "tie_word_embeddings"})
