@@ -18,7 +18,7 @@ def _option(help_text: str) -> Any:
     return typer.Option(help=help_text, show_default=False)
 
 
-# Options are text here: `read_options` reads 4M, 15T and 8GiB, and names what is wrong with others,
+# Options are text here: `read_options` reads 4M and 15T, and names what is wrong with others,
 # for notebooks as well.
 Text = str | None
 
@@ -43,9 +43,6 @@ def advise(
     ] = None,
     sequence: Annotated[Text, _option("Tokens per sequence; default 4096.")] = None,
     precision: Annotated[Text, _option("bf16, fp16 or fp8; default bf16.")] = None,
-    memory_reserve: Annotated[
-        Text, _option("Memory of each GPU to leave free, such as 8GiB.")
-    ] = None,
     tokens: Annotated[
         Text, _option("Tokens to train on, such as 15T; default 20 per parameter.")
     ] = None,

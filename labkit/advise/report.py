@@ -48,7 +48,7 @@ def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbo
 
 def _advice_verdict(advice: Advice) -> tuple[str, str]:
     first = advice.first
-    memory = advice.request.usable.memory_gib
+    memory = advice.request.hardware.memory_gib
     remedy = advice.remedy
     if not advice.best:
         least = f"{peak_text(first)} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
@@ -96,7 +96,7 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
         "arrangement": str(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
         "recomputes": RECOMPUTED[layout.recompute],
-        "memory": memory_text(one, request.usable.memory_gib),
+        "memory": memory_text(one, request.hardware.memory_gib),
         "step": with_interval(one, float, format_seconds),
         "MFU, all scores counted": with_interval(
             one, lambda step_s: one.mfu * one.step_s / step_s, format_percent
@@ -113,7 +113,7 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
 def _compare(one: Prediction, advice: Advice) -> str:
     """Return why a layout loses against the best one, in a few words."""
     best = advice.first
-    memory = memory_text(one, advice.request.usable.memory_gib)
+    memory = memory_text(one, advice.request.hardware.memory_gib)
     if not one.may_fit:
         return f"does not fit: {memory}"
     if one.is_unstable and not best.is_unstable:

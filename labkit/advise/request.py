@@ -41,16 +41,9 @@ def parse_number(value: Any) -> Any:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _parse_gib(value: Any) -> Any:
-    if isinstance(value, str):
-        value = re.sub(r"\s*gib$", "", value, flags=re.IGNORECASE)
-    return parse_number(value)
-
-
 Whole = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=10**7)]
 Gpus = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=2**20)]
 Amount = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1e18)]
-Gib = Annotated[float, BeforeValidator(_parse_gib), Field(gt=0, le=1e6)]
 Percent = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=100)]
 
 
@@ -66,7 +59,6 @@ class Options(BaseModel, extra="forbid", frozen=True):
     tokens_per_step: Amount | None = None
     sequence: Whole | None = None
     precision: Literal["bf16", "fp16", "fp8"] | None = None
-    memory_reserve: Gib | None = None
     tokens: Amount | None = None
     framework: str | None = None
     calibrate: str | None = None
@@ -162,7 +154,6 @@ def make_request(options: Options) -> AdviceRequest:
         precision=options.precision or "bf16",
         framework=framework,
         fixed=options.named(*LAYOUT),
-        reserve_gib=options.memory_reserve or 0.0,
     )
     budget = options.tokens or float(TOKENS_PER_PARAMETER * model.parameters)
     # --explain takes them for possible causes: the program may have other values.
@@ -199,10 +190,6 @@ def _hardware(options: Options) -> tuple[Hardware, int]:
         bus_gb_s=options.measured_bus_bandwidth,
     )
     hardware.check_precision(options.precision or "bf16")
-    if (options.memory_reserve or 0.0) >= hardware.memory_gib:
-        raise ValueError(
-            f"expected --memory-reserve below the {hardware.memory_gib:g} GiB of {hardware.name}"
-        )
     return hardware, options.gpus
 
 

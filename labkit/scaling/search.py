@@ -1,8 +1,7 @@
 """Ranks layouts: every possible one is predicted, and the fastest that fit come first."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -43,14 +42,7 @@ class Request:
     framework: str = "generic"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Layout` with the only value to try."""
-    reserve_gib: float = 0.0
-    """Memory to leave free on each GPU."""
     constants: Constants = field(default_factory=load_constants)
-
-    @cached_property
-    def usable(self) -> Hardware:
-        """The hardware without the reserved memory."""
-        return replace(self.hardware, memory_gib=self.hardware.memory_gib - self.reserve_gib)
 
     @property
     def tokens(self) -> int:
@@ -58,7 +50,7 @@ class Request:
         return self.global_batch * self.seq_len
 
     def run(self, layout: Layout) -> Run:
-        return Run(self.model, self.usable, layout, self.seq_len, self.framework)
+        return Run(self.model, self.hardware, layout, self.seq_len, self.framework)
 
 
 @dataclass(frozen=True, eq=False)

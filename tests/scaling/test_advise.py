@@ -64,7 +64,6 @@ WRONG = {
     "fewer tokens than a sequence": _options(tokens_per_step="1000"),
     "commas that are no thousands": _options(tokens_per_step="4,00,000"),
     "fp8 without units": _options(gpu="a100", precision="fp8"),
-    "all memory reserved": _options(memory_reserve="80GiB"),
     "unknown framework": _options(framework="tensorflow"),
     "explained without a measurement": [*_options(), "--explain"],
     "a measurement without explaining": _options(mfu="40"),
@@ -160,16 +159,6 @@ def test_advice_adds_up(changes):
     report = report_advice(question, advice, nearest(question.request.run(advice.first.layout)))
     assert sum("(published)" in section.title for section in report.sections) == 1
     assert "nearest published" in report.notes[0]
-
-
-def test_a_reserve_is_kept_free():
-    free, reserved = (
-        advise(ask(**{"model": "llama-3-70b", "gpus": "32", "memory_reserve": reserve}).request)
-        for reserve in (None, "16GiB")
-    )
-    assert reserved.first.peak_gib < 80 - 16 - 1
-    assert reserved.request.usable.memory_gib == free.request.usable.memory_gib - 16
-    assert reserved.first.step_s >= free.first.step_s
 
 
 def test_a_faster_network_and_more_gpus_never_hurt():
