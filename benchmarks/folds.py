@@ -60,7 +60,7 @@ def make_folds(runs: Runs) -> Iterator[Fold]:
         for rows in _each(runs.card)
         if np.isin(runs.architecture[~rows], runs.architecture[rows]).any()
     ]
-    # Not "none": without whole copies little is left to fit.
+    # Not "none": without DDP little is left to fit.
     shards = [runs.shard == name for name in ("zero1", "zero3", "hsdp")]
     parts = {
         "beyond 64 GPUs": [is_large],

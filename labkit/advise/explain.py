@@ -193,10 +193,13 @@ def _causes(
         name = f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}"
         short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
         least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
-        yield cause(name, f"add {' and '.join(unset)}", short, least)
+        yield cause(name, f"state {' and '.join(unset)}", short, least)
     if "recompute" not in fixed and layout.recompute != "full":
         yield cause(
-            "every layer recomputed", "add --recompute", request, replace(layout, recompute="full")
+            "every layer recomputed",
+            "state --recompute",
+            request,
+            replace(layout, recompute="full"),
         )
     slow = replace(hardware, peak_tflops=hardware.peak_tflops / FLOAT32_SLOWER)
     float32 = cause(

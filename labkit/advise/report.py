@@ -26,6 +26,10 @@ from labkit.scaling.published import Neighbor
 RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
 # A table must fit on a screen; the first stages of a pipeline hold most, so the last are left out.
 MAX_ROWS = 6
+UNCOUNTED = (
+    "Memory counts a training step: no evaluation, no other process on the GPU, no tensors that a"
+    " program keeps."
+)
 
 
 def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
@@ -43,7 +47,8 @@ def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbo
         sections.append(Section("Why the others lose (predicted)", headings, losers))
     sections += [_changes(advice), _nearest(rows)]
     about = describe_request(request.request)
-    return Report(verdict, headline, about, sections, list(_notes(request, rows, advice.first)))
+    notes = [*_notes(request, rows, advice.first), UNCOUNTED]
+    return Report(verdict, headline, about, sections, notes)
 
 
 def _advice_verdict(advice: Advice) -> tuple[str, str]:
@@ -161,7 +166,7 @@ def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis) -> Report:
         causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes]
         sections.append(Section(title, headings, causes))
     peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
-    title = f"The same throughput by every convention; the dense peak is {peak} (measured by you)"
+    title = f"Your MFU by each way to count it; the dense peak is {peak} (measured by you)"
     counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
     parts = [
         (name, format_seconds(value), format_percent(value / expected.step_s))
@@ -185,15 +190,17 @@ def _verdict(diagnosis: Diagnosis) -> str:
     other = diagnosis.other_layout
     # In the order of how much a reader can act on: a slow step, a slow layout, a way of counting.
     if diagnosis.step_s > high_s:
-        return f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
+        factor = diagnosis.step_s / expected.step_s
+        return f"Slower than predicted: the step takes {factor:.1f} times as long."
     if diagnosis.is_slow and reached:
         least, most = (mfu / diagnosis.mfu for mfu in reached)
-        return f"Slower than runs like yours: {least:.1f} to {most:.1f} times the step."
+        return f"Slower than runs like yours: {least:.1f} to {most:.1f} times their time per step."
     if other:
         factor = expected.step_s / other.step_s
-        return f"Its layout is slow: another is predicted {factor:.1f} times as fast."
+        return f"The layout is slow: another one is predicted to be {factor:.1f} times as fast."
     if diagnosis.step_s < low_s:
-        return f"Faster than predicted: {diagnosis.step_s / expected.step_s:.2f} of the step."
+        share = format_percent(diagnosis.step_s / expected.step_s)
+        return f"Faster than predicted: the step takes {share} of the time."
     if diagnosis.convention not in (None, next(iter(diagnosis.conventions))):
         return f"Only the convention differs: {diagnosis.convention}."
     return "As predicted: nothing unusual in this step."
@@ -204,9 +211,9 @@ def _headline(diagnosis: Diagnosis) -> str:
     expected = diagnosis.expected
     low, high = expected.interval_mfu
     sentences = [
-        f"You reach {100 * diagnosis.mfu:.1f}% MFU ({format_seconds(diagnosis.step_s)} per step);"
-        f" predicted are {100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}]"
-        f" ({format_seconds(expected.step_s)})."
+        f"You reach {100 * diagnosis.mfu:.1f}% MFU ({format_seconds(diagnosis.step_s)} per step)."
+        f" Predicted: {100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}]"
+        f" ({format_seconds(expected.step_s)} per step)."
     ]
     if diagnosis.neighbor_mfu:
         least, most = diagnosis.neighbor_mfu
@@ -217,7 +224,7 @@ def _headline(diagnosis: Diagnosis) -> str:
     if other:
         factor = expected.step_s / other.step_s
         flags = " ".join(map(flag, diagnosis.request.fixed))
-        sentences.append(f"Without {flags} it is {factor:.1f} times as fast: {other.layout}.")
+        sentences.append(f"Without {flags} a step is {factor:.1f} times as fast: {other.layout}.")
     return " ".join(sentences)
 
 
@@ -229,7 +236,7 @@ def _cause_row(diagnosis: Diagnosis, cause: Cause) -> tuple[str, ...]:
 
 
 def _nearest(rows: Sequence[Neighbor]) -> Section:
-    """Return the published rows nearest to the request, and how wrong the prediction of each is."""
+    """Return the published runs nearest to the request, and how wrong the prediction of each is."""
     cells = []
     for row in rows:
         run = row.run
@@ -241,8 +248,8 @@ def _nearest(rows: Sequence[Neighbor]) -> Section:
         error = f"{100 * row.error:+.0f}%"
         name = f"{run.table}: {run.model.name}"
         cells.append((name, gpus, run.layout.arrangement, step, mfu, error, f"{row.distance:.2g}"))
-    title = "The nearest published rows; 1 apart is twice as many GPUs (published)"
-    headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by", "apart")
+    title = "The nearest published runs; a distance of 1 is twice as many GPUs (published)"
+    headings = ("published run", "GPUs", "layout", "step", "MFU", "prediction off by", "distance")
     return Section(title, headings, cells)
 
 
@@ -254,8 +261,8 @@ def _notes(
     median = format_percent(float(np.median(errors)))
     worst = format_percent(float(errors.max()))
     yield (
-        f"Predicted: on the {len(rows)} nearest published rows, by constants fitted without them,"
-        f" the median error is {median}, the largest {worst}. [ ] holds 90% of such errors."
+        f"How wrong: on the {len(rows)} nearest published runs the median error is {median}, the"
+        f" largest {worst}, by constants fitted without them. An interval [ ] holds 90%."
     )
     if request.calibration_runs:
         error = format_percent(request.calibration_error)

@@ -143,7 +143,7 @@ def make_request(options: Options) -> AdviceRequest:
         assumptions.append(f"{TOKENS_PER_PARAMETER} tokens per parameter")
     global_batch = round_batch(tokens, seq_len, gpus)
     if global_batch * seq_len != tokens:
-        assumptions.append(f"{global_batch} sequences per step, so that they divide")
+        assumptions.append(f"{global_batch} sequences per step, which the ranks can divide")
     framework = _framework(options.framework, assumptions)
     request = Request(
         model=model,

@@ -17,7 +17,7 @@ Flags = NDArray[np.bool_]
 Texts = NDArray[np.str_]
 
 SHARDS = {
-    "none": "whole copies",
+    "none": "DDP",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "zero3": "FSDP (ZeRO-3)",
@@ -250,7 +250,7 @@ class Runs:
     def shard_ranks(self) -> Numbers:
         """Ranks that divide what `shard` says.
 
-        All replicas, with hsdp those of a node; 1 for whole copies.
+        All replicas, with hsdp those of a node; 1 for DDP.
         """
         inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
         replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
