@@ -61,29 +61,18 @@ def _grad_kv_blocks(
         q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED)
         # a row that does not exist gets logsumexp +inf, so that its probabilities are 0
         logsumexp = load_rows(logsumexp_ptr, q_start, queries, float("inf"), BLOCK_Q, RAGGED)
-        scores = dot(
-            k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32), dtype, PRECISION, INTERPRETED
-        )
+        zeros = tl.zeros((BLOCK_K, BLOCK_Q), tl.float32)
+        scores = dot(k, tl.trans(q), zeros, dtype, PRECISION, INTERPRETED)
         grad_output = load_tile(
             grad_output_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED
         )
         # Before the exponentials, which the compiler moves beside this product on Hopper.
-        grad_p = dot(
-            v,
-            tl.trans(grad_output),
-            tl.zeros((BLOCK_K, BLOCK_Q), tl.float32),
-            dtype,
-            PRECISION,
-            INTERPRETED,
-        )
+        grad_p = dot(v, tl.trans(grad_output), zeros, dtype, PRECISION, INTERPRETED)
         p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[None, :])
         if DIAGONAL:
-            p = tl.where(
-                tl.arange(0, BLOCK_K)[:, None]
-                <= (q_start - k_start + tl.arange(0, BLOCK_Q))[None, :],
-                p,
-                0.0,
-            )
+            # In one comparison, as in `is_visible`: a key is not after its query.
+            last_visible = q_start - k_start + tl.arange(0, BLOCK_Q)
+            p = tl.where(tl.arange(0, BLOCK_K)[:, None] <= last_visible[None, :], p, 0.0)
         grad_v = dot(p, grad_output, grad_v, dtype, PRECISION, INTERPRETED)
         delta = load_rows(delta_ptr, q_start, queries, 0.0, BLOCK_Q, RAGGED)
         ds = p * (grad_p - delta[None, :])
@@ -158,21 +147,13 @@ def _grad_q_blocks(
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     for k_start in range(first, last, BLOCK_K):
         k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        scores = dot(
-            q, tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED
-        )
+        zeros = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
+        scores = dot(q, tl.trans(k), zeros, dtype, PRECISION, INTERPRETED)
         p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[:, None])
         if MASKED:
             p = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), p, 0.0)
         v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        grad_p = dot(
-            grad_output,
-            tl.trans(v),
-            tl.zeros((BLOCK_Q, BLOCK_K), tl.float32),
-            dtype,
-            PRECISION,
-            INTERPRETED,
-        )
+        grad_p = dot(grad_output, tl.trans(v), zeros, dtype, PRECISION, INTERPRETED)
         ds = p * (grad_p - delta[:, None])
         grad_q = dot(ds, k, grad_q, dtype, PRECISION, INTERPRETED)
     return grad_q

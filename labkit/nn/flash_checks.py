@@ -80,6 +80,7 @@ def tile_fault(case: Case, tile: Tile) -> str | None:
         results = launch(case.kernel, _inputs(case), case.causal, None, (tile,))
     except Exception as error:  # of several types, by what fails: compilation, resources, launch
         return str(error).partition("\n")[0] or type(error).__name__
+    # Half precision rounds each result once; in float32 the rounding of sums counts for more.
     limit = max(2 * torch.finfo(case.dtype).eps, 2**-17)
     for result, exact in zip(results, expected[case.kernel], strict=True):
         off = float((result.double() - exact).norm() / exact.norm())
@@ -100,7 +101,8 @@ def _inputs(case: Case) -> list[Tensor]:
 def _probe(case: Case) -> tuple[list[Tensor], dict[str, tuple[Tensor, ...]]]:
     """Make a small problem and its results in float64, by kernel.
 
-    q, k, v, dO, and the output and base-2 logsumexp.
+    q, k, v, dO, and the output and base-2 logsumexp. `case` names no kernel, so that all kernels
+    share the problem that is cached.
     """
     generator = torch.Generator().manual_seed(0)
     queries = (case.group, PROBE_QUERIES, case.head_dim)

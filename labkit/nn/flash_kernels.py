@@ -189,7 +189,7 @@ def forward_kernel(
             exponent_scale,
             HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, 2, PRECISION, INTERPRETED,
         )  # fmt: skip
-    # Triton can do this in a kernel's last loop only, so the full blocks come last
+    # Triton specializes warps in a kernel's last loop only, so the full blocks come last here.
     if WARP_SPECIALIZE == 1:
         accumulator, row_max, row_sum = _forward_blocks(
             accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys,
