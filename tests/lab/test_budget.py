@@ -238,6 +238,15 @@ def test_labs_share_the_time_that_is_left_and_what_one_took_too_much(monkeypatch
     short = replace(few, deadline=45.0 + 2 * PAGE_S).shares()
     assert short["a"] > 3.0
     assert sum(short.values()) == pytest.approx(45.0)
+    # c has a single point, and would take nearly all of the time
+    names = ["a", "b", "c", "d", "e", "f"]
+    large = ReportTime(
+        dict.fromkeys(names, 90.0),
+        deadline=100.0 + 6 * PAGE_S,
+        shortest=dict.fromkeys(names, 2.0) | {"c": 90.0},
+    )
+    assert large.shares()["c"] <= 1.0
+    assert large.shares()["a"] == pytest.approx(20.0)
     totals = [ReportTime({"a": seconds}).total_s for seconds in (1.0, 2.0, 3.0)]
     assert all(one < other for one, other in pairwise(totals))
 

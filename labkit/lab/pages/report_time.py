@@ -19,6 +19,9 @@ MIN_SHARE_S = 1.0
 # How busy the machine is changes between the plan and the lab's turn: its shortest point must fit
 # then, too.
 MARGIN = 1.2
+# A lab is left out if its shortest point takes more than so many times an even share: it would
+# leave next to nothing for the others.
+MAX_EVEN_SHARES = 4
 
 
 @dataclass
@@ -70,6 +73,12 @@ class ReportTime:
             left_s -= shares[LIMITS]
             to_come.remove(LIMITS)
         needed = {lab: MARGIN * self.shortest.get(lab, 0.0) for lab in to_come}
+        even_s = max(0.0, left_s) / max(1, len(to_come))
+        too_long = [lab for lab in to_come if needed[lab] > MAX_EVEN_SHARES * even_s]
+        for lab in too_long:
+            shares[lab] = MIN_SHARE_S
+            to_come.remove(lab)
+            del needed[lab]
         further = {lab: max(0.0, self.expected[lab] - needed[lab]) for lab in to_come}
         total_s = max(sum(further.values()), 1e-9)
         spare_s = max(0.0, left_s - sum(needed.values()))
