@@ -228,10 +228,16 @@ def _column_with_unit(name: str, ending: str, unit: str, form: Callable[[float],
     return replace(derived, label="{value}") if ending == "_bytes" else derived
 
 
+def spell_name(name: str) -> str:
+    """Spell a name for a reader: "one_shot" becomes "one shot"."""
+    # Not operators, paths, lines of a file, and arguments: a reader looks for them.
+    return name if set(name) & set(".:/=") else name.replace("_", " ")
+
+
 def label(name: str, value: Any) -> str:
     """Format a value on its own: "butterfly", "4 ranks", "64 KiB", "batch 8", "compiled"."""
     if isinstance(value, str):
-        return value.replace("_", " ")
+        return spell_name(value)
     about = column(name)
     if isinstance(value, bool | np.bool_):
         return about.title if value else f"not {about.title}"

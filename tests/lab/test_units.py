@@ -76,3 +76,9 @@ def test_counts_are_labeled_by_a_plural():
     counts = {"world_size": 1, "heads": 4, "micro_batches": 1, "epochs": 3, "validation_loss": 1}
     labels = [label(name, value) for name, value in counts.items()]
     assert labels == ["1 rank", "4 heads", "1 micro-batch", "3 epochs", "validation loss 1"]
+
+
+def test_names_are_spelled_and_what_a_reader_looks_for_is_not():
+    assert label("algorithm", "one_shot") == "one shot"
+    for name in ("my_train.py:24", "aten::_softmax", "layer_norm.weight", "max_len=4"):
+        assert label("line", name) == name

@@ -24,7 +24,7 @@ from matplotlib.ticker import (
 from matplotlib.ticker import NullLocator as NoTicks
 
 from labkit.lab.figures.figure import ALL
-from labkit.lab.units import better, column, label
+from labkit.lab.units import better, column, label, spell_name
 
 PALETTE = (
     "#0072B2",
@@ -169,7 +169,7 @@ def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:
 
 def name_text(name: Any) -> str:
     """Format a name for a reader: "one_shot" becomes "one shot", and 2.0 becomes "2"."""
-    return f"{name:g}" if isinstance(name, float) else str(name).replace("_", " ")
+    return f"{name:g}" if isinstance(name, float) else spell_name(str(name))
 
 
 def draw_intervals(

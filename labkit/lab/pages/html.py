@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from pygments.formatters import HtmlFormatter
 
 from labkit.lab import wording
-from labkit.lab.units import column
+from labkit.lab.units import column, spell_name
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Longer texts are sentences, which keep their underscores.
@@ -191,9 +191,8 @@ def _text(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if not _is_number(value):
         text = str(value)
-        # Operators, paths and reasons are spelled out.
-        is_name = "::" not in text and "/" not in text and len(text.split()) <= MAX_NAME_WORDS
-        return text.replace("_", " ") if is_name else text
+        # A reason may quote what a reader looks for.
+        return spell_name(text) if len(text.split()) <= MAX_NAME_WORDS else text
     # A count keeps all its digits.
     if isinstance(value, int) and not name.endswith(("bytes", "flops")):
         return f"{value:,}" if abs(value) >= SEPARATED_FROM else str(value)
