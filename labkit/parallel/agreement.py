@@ -153,8 +153,9 @@ def describe_values(tensor: Tensor, group: Group = None) -> str:
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if values.is_floating_point():
         values = values.view(_BIT_PATTERNS[values.itemsize])
-        # The weights below would take eight times the memory of a batch of images.
-        values = values.flatten(1).sum(1) if values.dim() > 1 else values
+        if values.dim() > 1:
+            # The weights below would take eight times the memory of a batch of images.
+            values = values.flatten(1).sum(1)
     flat = values.flatten().to(torch.int64)
     checksum = int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())
     return f"{kind} {checksum}"

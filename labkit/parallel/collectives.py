@@ -193,7 +193,8 @@ def reduce_scatter(
     length, gets the shard instead. Raises ValueError as `all_reduce`, and for an `into` that does
     not fit.
     """
-    into = None if into is None else into.detach()
+    if into is not None:
+        into = into.detach()
 
     def algorithm(vector: Tensor, call: Call, divisor: int) -> None:
         shards = vector.split_with_sizes(shard_sizes(len(vector), call.world_size))

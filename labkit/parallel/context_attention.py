@@ -93,11 +93,15 @@ class _Call(NamedTuple):
         rank = self.group.rank()
         if not self.is_causal or source == rank:
             return everything, everything, self.is_causal
+        is_earlier = source < rank
+        if self.layout == "contiguous" and is_earlier:
+            return everything, everything, False
         if self.layout == "contiguous":
-            return (everything, everything, False) if source < rank else None
-        first = slice(0, length // 2)
-        second = slice(length // 2, length)
-        return (everything, first, False) if source < rank else (second, everything, False)
+            return None
+        # Zigzag: each rank has an early half and a late one.
+        if is_earlier:
+            return everything, slice(0, length // 2), False
+        return slice(length // 2, length), everything, False
 
 
 @disable_compile
@@ -305,7 +309,9 @@ class _Ring(_Gathered):
 
     def finish(self) -> Tensor:
         self._wait()
-        return self._total.add_(self._landing) if self.p > 1 else self._total
+        if self.p > 1:
+            self._total.add_(self._landing)
+        return self._total
 
     def _pass_on(self, sent: Tensor, received: Tensor) -> Callable[[], None]:
         right = (self.rank + 1) % self.p

@@ -34,8 +34,11 @@ def local_positions(
     """
     members = member_group(group)
     pieces = torch.arange(length).chunk(count_parts(length, members.size(), layout))
-    rank = members.rank() if rank is None else rank
-    return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
+    if rank is None:
+        rank = members.rank()
+    if layout == "contiguous":
+        return pieces[rank]
+    return torch.cat([pieces[rank], pieces[-1 - rank]])
 
 
 def split_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "zigzag") -> Tensor:

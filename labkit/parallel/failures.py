@@ -47,7 +47,9 @@ def report_failure(error: BaseException | None, group: Group = None) -> None:
     members = member_group(group)
     if members.size() == 1 or members in _decisions:
         return  # of several wrappers of a model, each reports the same failure
-    reason = "an error ended its backward pass" if error is None else describe_error(error)
+    reason = "an error ended its backward pass"
+    if error is not None:
+        reason = describe_error(error)
     arguments = (members, f"rank {members.rank()}: {reason}")
     _decisions[members] = threading.Thread(target=_decide, args=arguments, daemon=True)
     _decisions[members].start()
@@ -86,7 +88,9 @@ def explained(group: dist.ProcessGroup) -> Iterator[None]:
 def describe_error(error: BaseException) -> str:
     """Return the first line of an error, with its type unless it is for a caller's mistake."""
     line = next(iter(str(error).splitlines()), "")
-    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
+    if isinstance(error, ValueError):
+        return line
+    return f"{type(error).__name__}: {line}"
 
 
 def _decide(members: dist.ProcessGroup, reason: str) -> None:

@@ -51,11 +51,19 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(total)
-        # all copies are added below
-        total = torch.maximum(total, norm) if is_max else total + norm**norm_type / copies
+        if is_max:
+            total = torch.maximum(total, norm)
+        else:
+            # all copies are added below
+            total += norm**norm_type / copies
+    op = dist.ReduceOp.SUM
+    if is_max:
+        op = dist.ReduceOp.MAX
     for group in members:
-        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
-    norm = total if is_max else total ** (1 / norm_type)
+        dist.all_reduce(total, op, group)
+    norm = total
+    if not is_max:
+        norm = total ** (1 / norm_type)
     # 1e-6 as in torch, whose results it equals.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in by_copies.values():

@@ -285,17 +285,23 @@ def _norm_of_parts(
 ) -> Sequence[Tensor]:
     """Turn the norms of cut gradients into those of all ranks' parts, with one message."""
     cut = [i for i, grad in enumerate(grads) if isinstance(grad, CutGradient)]
-    is_max = ord == float("inf")
-    # FSDP's norms are DTensors: first those of all its ranks' rows, then of the parts
-    local = [getattr(norms[i], "full_tensor", lambda i=i: norms[i])() for i in cut]
-    # One message for all gradients: one for each would take a latency per parameter.
-    powers = torch.stack([norm if is_max else norm**ord for norm in local])
-    group = grads[cut[0]].group  # type: ignore[attr-defined]
-    dist.all_reduce(powers, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
-    whole = powers if is_max else powers ** (1 / ord)
     results = list(norms)
-    for i, norm in zip(cut, whole, strict=True):
-        results[i] = _replicate_like(norms[i], norm)
+    by_group: dict[dist.ProcessGroup, list[int]] = {}
+    for i in cut:
+        by_group.setdefault(grads[i].group, []).append(i)  # type: ignore[attr-defined]
+    # One message for all gradients: one for each would take a latency per parameter.
+    for group, numbers in by_group.items():
+        # FSDP's norms are DTensors: first those of all its ranks' rows, then of the parts
+        local = [getattr(norms[i], "full_tensor", lambda i=i: norms[i])() for i in numbers]
+        whole = torch.stack(local)
+        if ord == float("inf"):
+            dist.all_reduce(whole, dist.ReduceOp.MAX, group)
+        else:
+            whole.pow_(ord)
+            dist.all_reduce(whole, dist.ReduceOp.SUM, group)
+            whole.pow_(1 / ord)
+        for i, norm in zip(numbers, whole, strict=True):
+            results[i] = _replicate_like(norms[i], norm)
     return results
 
 

@@ -70,4 +70,4 @@ def _check_group_counts(members: Any) -> None:
 
 
 def _members(group: dist.ProcessGroup | None) -> Any:
-    return dist.GroupMember.WORLD if group is None else group
+    return group or dist.GroupMember.WORLD

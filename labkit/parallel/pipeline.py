@@ -239,7 +239,8 @@ class Pipeline(nn.Module):
         A collective: call it on all ranks. `state`: this rank's state, if something else holds it
         (FSDP's `consolidated_state_dict(to=None)`).
         """
-        state = self.state_dict() if state is None else state
+        if state is None:
+            state = self.state_dict()
         local = {name.removeprefix(PREFIX): value for name, value in state.items()}
         whole = gather_state(local, self.group, self.device)
         # in the order of the list; behind them, what was added to layers later

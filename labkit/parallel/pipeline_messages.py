@@ -125,8 +125,10 @@ def make_header(content: Tensor | Failed | None) -> Header:
 
 def empty_like_header(header: Sequence[int], device: torch.device) -> Tensor | Failed | None:
     """Return a tensor to receive what a header announces, or what stands for no tensor."""
-    if header[0] != TENSOR:
-        return Failed() if header[0] == FAILURE else None
+    if header[0] == FAILURE:
+        return Failed()
+    if header[0] == NOTHING:
+        return None
     shape, dtype = _describe(header)
     return _like_header(torch.empty(shape, dtype=dtype, device=device), header)
 

@@ -95,7 +95,10 @@ class Pass:
             elif not self.has_failed:
                 start = self._mark()
                 try:
-                    (self._forward if task.kind == "F" else self._backward)(task)
+                    if task.kind == "F":
+                        self._forward(task)
+                    else:
+                        self._backward(task)
                 except Exception as error:
                     self.error = error
                     self._fail()
@@ -168,7 +171,9 @@ class Pass:
         return event
 
     def _forward(self, task: Task) -> None:
-        x: Any = self._arrived.pop(task) if task.stage else self._inputs[task.micro_batch]
+        x: Any = self._inputs[task.micro_batch]
+        if task.stage:
+            x = self._arrived.pop(task)
         stage = self._stages[task.stage]
         if self._recompute and torch.is_grad_enabled():
             contexts = partial(_recompute_contexts, stage)
@@ -192,8 +197,11 @@ class Pass:
         """Add a micro-batch's loss to the sum; return what its backward pass begins with."""
         assert self._loss_function is not None
         result = self._loss_function(outputs, targets)
-        # A mean counts as one target: the mean over the batch is then that of the means.
-        total, count = result if isinstance(result, tuple) else (result, 1.0)
+        self._returns_means = not isinstance(result, tuple)
+        if self._returns_means:
+            # A mean counts as one target: the mean over the batch is then that of the means.
+            result = (result, 1.0)
+        total, count = result
         if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
             got = f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor) else total
             raise ValueError(
@@ -202,18 +210,21 @@ class Pass:
         # The number of targets that count is known only after the last micro-batch, and backward
         # passes begin before: gradients are corrected then. In ring attention and in FSDP's
         # reduce-scatters they meet those of other ranks earlier: so all divide by the same number.
-        self._returns_means = not isinstance(result, tuple)
         self.divisor = self._typical_count
         if self._returns_means:
             self.divisor = float(len(self._inputs))
         self.loss_sum += total.detach().reshape(())
         self.count += count
         start = total.reshape(()) / self.divisor
-        return start if self._scaler is None else self._scaler.scale(start)
+        if self._scaler is not None:
+            start = self._scaler.scale(start)
+        return start
 
     def _backward(self, task: Task) -> None:
         x, y = self._held.pop((task.stage, task.micro_batch))
-        gradient: Any = self._arrived.pop(task) if task.stage < self._last else None
+        gradient: Any = None
+        if task.stage < self._last:
+            gradient = self._arrived.pop(task)
         # Nothing arrives where nothing behind needs this stage's outputs, as in one process.
         if y.requires_grad and (gradient is not None or task.stage == self._last):
             y.backward(gradient)

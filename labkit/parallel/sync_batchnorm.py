@@ -222,7 +222,8 @@ class _Normalize(torch.autograd.Function):
                 " create_graph"
             )
         x, weight, center, offset, inverse_std, scale = ctx.saved_tensors
-        dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+        if dy.stride() != x.stride():
+            dy = torch.empty_like(x).copy_(dy)
         rest = offset * inverse_std
         s1, s2 = _channel_sums(dy, x, center, inverse_std)
         if x.numel():  # else 0, and the rest may be infinite

@@ -222,9 +222,10 @@ class TensorParallel(nn.Module):
         """
         # saving is what programs do on rank 0 alone
         wait_for_ranks("gather_state_dict()", self._ranks.group)
-        parts = self.module.state_dict() if state is None else state
+        if state is None:
+            state = self.module.state_dict()
         whole: dict[str, Any] = {}
-        for full_name, value in parts.items():
+        for full_name, value in state.items():
             name = full_name.removeprefix("module.")
             part = value.to_local() if hasattr(value, "to_local") else value
             layout = self._layouts.get(name)

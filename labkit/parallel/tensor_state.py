@@ -64,8 +64,11 @@ def load_parts(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
             state[key] = state.pop(prefix + name)
         layout = wrapper._layouts.get(name)
         value = state.get(key)
-        if value is None or layout is None or layout.dim is None or hasattr(tensor, "to_local"):
-            continue  # whole on every rank, or FSDP takes its rows
+        if value is None or layout is None or layout.dim is None:
+            continue  # whole on every rank
+        is_part = hasattr(value, "to_local") or value.shape != layout.shape
+        if is_part and hasattr(tensor, "to_local"):
+            continue  # FSDP takes its rows of this rank's part
         state[key] = _local_part(name, value, layout)
 
 

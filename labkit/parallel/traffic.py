@@ -44,7 +44,9 @@ _records: list[Any] = []  # of the open blocks
 def recorded_traffic(listener: Any = None) -> Iterator[Any]:
     """Yield a list to which the collectives that begin inside are added, in that order; or append
     them to a `listener` instead."""
-    record: Any = [] if listener is None else listener
+    record: Any = listener
+    if listener is None:
+        record = []
     _records.append(record)
     try:
         yield record

@@ -142,8 +142,9 @@ def verify(
     result = _compare(record, exact, tolerances, case, members)
     if result is None:
         result = _check_dropout(parallel, batches[0], members)
-    # A difference is false, so `or` would not do.
-    return Verification("equal", untested=untested) if result is None else result
+    if result is None:
+        result = Verification("equal", untested=untested)
+    return result
 
 
 def over_sequence(

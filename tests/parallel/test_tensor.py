@@ -264,6 +264,10 @@ def test_axes() -> list[str]:
         if wrap is FSDP:
             state = cut.gather_state_dict(model.consolidated_state_dict(to=None))
             wrong += [] if furthest(state, build().state_dict()) <= EXACT else ["parameters"]
+            other = build(seed=9).state_dict()
+            model.load_state_dict(other)
+            state = cut.gather_state_dict(model.consolidated_state_dict(to=None))
+            wrong += [] if furthest(state, other) <= EXACT else ["loaded parameters"]
         if len(result) != 21 or (error <= EXACT) == bool(replaced):
             wrong.append(f"{wrap.__name__}, {lost} lost: {error}")
     return wrong

@@ -113,10 +113,11 @@ def use_device(kind: str, rank: int | None = None) -> str:
         if torch.cuda.is_initialized():  # an earlier point took a GPU
             _bind(ALL_CORES)
         return kind
-    if rank is None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-    number = torchrun.read_variable("LOCAL_RANK") if torchrun.is_job_rank() else rank
-    index = number % count_gpus()
+    if torchrun.is_job_rank():
+        rank = torchrun.read_variable("LOCAL_RANK")
+    elif rank is None and dist.is_initialized():
+        rank = dist.get_rank()
+    index = (rank or 0) % count_gpus()
     device = f"cuda:{index}"
     torch.cuda.set_device(device)
     # From another socket every launch and copy crosses the link between them.

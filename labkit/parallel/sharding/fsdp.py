@@ -22,6 +22,7 @@ units and prefetching; torch's `fully_shard` for the schedule and the names of i
 """
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -52,7 +53,8 @@ from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
 from labkit.torch_private import BatchNorm
 
-PREFIX = "module."
+# Of names; a cut model (tensor parallelism) in this wrapper has one of its own.
+PREFIXES = re.compile(r"^(module\.)+")
 # What torch says in a forward pass, and what has happened.
 TORCH_ERRORS = {
     "mixed torch.Tensor and DTensor": (
@@ -96,8 +98,7 @@ class FSDP(nn.Module):
     on shards see the mean gradient. torch.compile compiles the model's code, not the gathers.
 
     After an error on one rank alone, the other ranks' pass fails, too, and so does every later one.
-    To go on, wrap a new model, in a new group (`dist.new_group`), and load this one's
-    `state_dict()`.
+    To go on, load this one's `state_dict()` into a new wrapper in a new group (`dist.new_group`).
 
     Raises ValueError, on all ranks of the group, if no parameter is trainable, for invalid
     arguments, and for models or arguments that differ between ranks; in a forward pass, if
@@ -227,10 +228,10 @@ class FSDP(nn.Module):
             raise ValueError("expected assign=False: the optimizer has the shards")
         for metadata in getattr(state_dict, "_metadata", {}).values():
             check_shard(metadata.get(SHARD, self._shard), self._shard)
-        names = {name.removeprefix(PREFIX): name for name in super().state_dict()}
-        return super().load_state_dict(
-            {names.get(name, name): each for name, each in state_dict.items()}, strict
-        )
+        names = {PREFIXES.sub("", name): name for name in super().state_dict()}
+        names |= {name.removeprefix("module."): name for name in super().state_dict()}
+        state = {names.get(name, name): value for name, value in state_dict.items()}
+        return super().load_state_dict(state, strict)
 
     def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("expected the module to be moved and cast before it is wrapped")
