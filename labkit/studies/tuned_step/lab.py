@@ -29,7 +29,7 @@ FIELDS = tuple(Configuration.__dataclass_fields__)
 class TunedStepConfig(DeviceConfig):
     """The parameters of this lab. None: as the newest runs of the other labs here recommend."""
 
-    models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["nano"]
+    models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
     world_sizes: Some[Count] = [2]
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     attention: Annotated[str, one_of(lambda: ATTENTION)] | None = None
@@ -37,7 +37,7 @@ class TunedStepConfig(DeviceConfig):
     wrapper: Annotated[str, one_of(lambda: WRAPPERS)] | None = None
     batch: Count = 2
     context_length: Count = 64
-    rounds_s: Seconds | None = 4.0
+    rounds_s: Seconds | None = 8.0
 
 
 TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
