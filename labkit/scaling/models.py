@@ -236,7 +236,9 @@ def _read_config(config: dict[str, Any], name: str) -> Model:
         where = f" under `{key}`"
     if is_mixture:
         raise ValueError(NO_MIXTURES)
-    kind = str(config.get("model_type"))
+    if config.get("model_type") is None:
+        raise ValueError(f"expected a model_type{where}, such as 'llama'; there is none")
+    kind = str(config["model_type"])
     if kind not in _TYPES:
         near = difflib.get_close_matches(kind, _TYPES) or ["llama", "qwen3", "gpt2"]
         raise ValueError(
