@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Results
 from labkit.lab.project import notebook_path
 from labkit.studies.your_training.attention import AttentionShape, find_attention
@@ -322,6 +323,24 @@ def test_a_change_that_saves_memory_and_changes_results_says_both() -> None:
 def test_a_change_that_takes_longer_takes_more_and_not_negatively_less() -> None:
     row = {"less_percent": -13.2, "less_low_percent": -31.0, "less_high_percent": 1.0}
     assert describe_gain(row, is_busy=True) == "13% more [-1, 31]"
+
+
+@pytest.mark.parametrize(
+    ("less", "low", "high", "reason"),
+    [
+        (11.0, 3.0, 27.0, "2.5% over all comparisons"),
+        (-11.0, -27.0, -3.0, "2.5% over all comparisons"),
+        (2.0, 1.0, 3.0, "3% or more"),
+        (4.0, -1.0, 9.0, ""),
+    ],
+)
+def test_an_interval_without_0_says_why_no_difference_is_shown(
+    less: float, low: float, high: float, reason: str
+) -> None:
+    row = {"less_percent": less, "less_low_percent": low, "less_high_percent": high}
+    said = describe_gain(row | {"verdict": NO_DIFFERENCE_SHOWN}).partition(":")[0]
+    assert said.removeprefix(NO_DIFFERENCE_SHOWN).endswith(reason)
+    assert bool(reason) == (said != NO_DIFFERENCE_SHOWN)
 
 
 def test_a_loader_of_workers_gives_the_same_batches() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
+from labkit.bench.intervals import FALSE_DISCOVERY_RATE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Metric, Results
 from labkit.studies.shared.tables import join
 from labkit.studies.your_training.attention import BY_HAND, SDPA
@@ -108,8 +109,8 @@ def code(results: Results) -> str:
 def describe_gain(row: Any, *, is_busy: bool = False) -> str:
     """Return what a row of `gains` says, such as "31 to 36% less time".
 
-    Without a difference: "no difference shown: 4% less [-1, 9]". Of a busy run, without a verdict:
-    "34% less [31, 36]".
+    Without a difference: "no difference shown: 4% less [-1, 9]"; if 0 lies outside of the interval,
+    with the reason. Of a busy run, without a verdict: "34% less [31, 36]".
     """
     low = round(row["less_low_percent"])
     high = round(row["less_high_percent"])
@@ -127,7 +128,14 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
         return text
     if row["verdict"] == "slower":
         return f"{-high} to {-low}% more time"
-    return f"{NO_DIFFERENCE_SHOWN}: {estimate}"
+    why = ""
+    if row["less_low_percent"] > 0 or row["less_high_percent"] < 0:
+        # An interval is of one comparison, at 95%; a verdict allows for all of its question.
+        why = f" at {FALSE_DISCOVERY_RATE:.1%} over all comparisons"
+        least = 1 + MIN_RELEVANT_DIFFERENCE
+        if 1 / least < 1 - row["less_percent"] / 100 < least:
+            why = f" of {MIN_RELEVANT_DIFFERENCE:.0%} or more"
+    return f"{NO_DIFFERENCE_SHOWN}{why}: {estimate}"
 
 
 def describe_effects(row: Any) -> str:
