@@ -12,8 +12,9 @@ import re
 import shutil
 import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from html import unescape
+from pathlib import Path
 from threading import Event, Thread
 from unittest.mock import Mock
 
@@ -21,10 +22,11 @@ import nbformat
 import pandas as pd
 import papermill
 import pytest
+from papermill.clientwrap import PapermillNotebookClient
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 
-from labkit.lab.pages.execute import ENGINE, Kernel
+from labkit.lab.pages.execute import ENGINE, Kernel, execute_notebook
 from labkit.lab.pages.html import mark_code
 from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import PageRecord
@@ -61,6 +63,23 @@ def kernel():
         kernel = Kernel([load_lab(lab) for lab in (*MEASURED, *DRAWN)])
         yield kernel
         kernel.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_kernel_needs_no_home_directory_that_can_be_written(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("IPYTHONDIR", raising=False)
+    execute = Mock()
+    monkeypatch.setattr(PapermillNotebookClient, "execute", execute)
+    notebook = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]))
+    with closing(Kernel()) as kernel:
+        assert kernel.manager.kernel_spec.argv
+        execute_notebook(notebook, tmp_path / "a.ipynb", {}, kernel)
+        folder = Path(execute.call_args.kwargs["env"]["IPYTHONDIR"])
+        assert folder.is_dir()
+    assert not folder.exists()
 
 
 @pytest.fixture(scope="module")

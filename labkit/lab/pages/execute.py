@@ -6,6 +6,7 @@ notebooks.
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import nbformat
 import papermill
+from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import run_sync
 from papermill.clientwrap import PapermillNotebookClient
@@ -69,16 +71,23 @@ class Kernel:
     """
 
     def __init__(self, studies: Iterable[Lab] = ()) -> None:
-        # This interpreter, whatever kernels are registered.
-        self.manager = _KernelManager(kernel_name="python3")
+        # This interpreter: no folder is searched for other kernels.
+        specs = KernelSpecManager(kernel_dirs=[])
+        self.manager = _KernelManager(kernel_name="python3", kernel_spec_manager=specs)
+        # IPython warns if it cannot write to the home directory, where it would keep a history.
+        self.ipython_folder = tempfile.TemporaryDirectory(prefix="labkit-")
         self.start_line = KERNEL_START.format(
             sorted({module for study in studies for module in study.preload})
         )
 
     def close(self) -> None:
         """End the process; the next notebook starts another one."""
-        if self.manager.has_kernel:
-            run_sync(self.manager.shutdown_kernel)()
+        try:
+            if self.manager.has_kernel:
+                run_sync(self.manager.shutdown_kernel)()
+        finally:
+            # A kernel that follows makes it anew.
+            self.ipython_folder.cleanup()
 
 
 class _Client(PapermillNotebookClient):
@@ -102,11 +111,12 @@ class _Client(PapermillNotebookClient):
         )
         self._on_progress = on_progress
         self._is_used = kernel.manager.has_kernel
+        self._environment = os.environ | {"IPYTHONDIR": kernel.ipython_folder.name}
 
     def execute(self, **options: Any) -> Any:
         """Execute every cell; the kernel stays, this client's channels do not."""
         try:
-            return super().execute(**options)
+            return super().execute(env=self._environment, **options)
         finally:
             if self.kc is not None:
                 self.kc.stop_channels()
