@@ -6,6 +6,7 @@ What the kernels compute is the interpreter's to test; what it passes over is wh
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -38,8 +39,7 @@ def _tiles(kernel):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Kernels are compiled for an sm_90 for real and launched nowhere; a list of what was
-    launched."""
+    """Names and grids of kernels that are compiled for sm_90, and launched nowhere."""
     launched = []
 
     def launcher(source, metadata):
@@ -102,13 +102,8 @@ def test_every_kernel_is_tuned_compiled_and_launched(launches):
 
 @pytest.fixture
 def child(monkeypatch, tmp_path):
-    """Sets what the other process runs, a stand-in; a list of those that were started."""
-    started = []
-    start = flash_checks.subprocess.Popen
-
-    def popen(command, **options):
-        started.append(command)
-        return start(command, **options)
+    """Sets what the other process runs, a stand-in, and counts those that were started."""
+    started = mock.Mock(wraps=flash_checks.subprocess.Popen)
 
     def run(code, deadline_s=60.0):
         usable_tiles.cache_clear()
@@ -117,7 +112,7 @@ def child(monkeypatch, tmp_path):
         monkeypatch.setattr(flash_checks, "DEADLINE_S", deadline_s)
         return started
 
-    monkeypatch.setattr(flash_checks.subprocess, "Popen", popen)
+    monkeypatch.setattr(flash_checks.subprocess, "Popen", started)
     monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
     monkeypatch.setattr(flash_checks, "driver_version", lambda: "580.1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -133,11 +128,11 @@ def test_a_tile_that_never_returns_is_left_out_and_not_tried_again(child, monkey
         with pytest.warns(UserWarning, match="special is left out: it did not return"):
             usable = usable_tiles(CASE)
         assert set(usable) == {tile for tile in _tiles("forward") if not tile.specialize}
-        assert len(started) == 1
+        assert started.call_count == 1
     monkeypatch.setattr(flash_checks, "driver_version", lambda: "590.1")
     child("print('null')")
     assert usable_tiles(CASE) == _tiles("forward"), "another driver is asked for itself"
-    assert len(started) == 2
+    assert started.call_count == 2
 
 
 def test_a_tile_whose_process_crashed_is_tried_again(child):
@@ -146,4 +141,4 @@ def test_a_tile_whose_process_crashed_is_tried_again(child):
         usable_tiles(CASE)
     started = child("print('null')")
     assert usable_tiles(CASE) == _tiles("forward")
-    assert len(started) == 2
+    assert started.call_count == 2
