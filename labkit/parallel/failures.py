@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from labkit.parallel.transport import Group, abort, member_group
 
-# How long the other ranks may take to fail as well. Naps, not seconds: on a machine that is busy
-# with other things they take longer, as the other ranks do.
-NAPS = 20
+# How long the other ranks may take to fail as well: they may still load the batch that fails.
+# Naps, not seconds: on a machine that is busy with other things they take longer, as the ranks do.
+NAPS = 100
 NAP_S = 0.05
 _END = "labkit: why the group is over"
 
@@ -68,7 +68,11 @@ def check_group(group: Group = None) -> None:
 
 def explain_failure(error: RuntimeError | None, store: Any) -> None:
     """Raise GroupOver if that is why a message has failed. `store`: the group's."""
-    if store is not None and store.check([_END]):
+    try:
+        is_over = store is not None and store.check([_END])
+    except RuntimeError:
+        return  # the rank that has the store has left, which the error says
+    if is_over:
         reason = store.get(_END).decode()
         raise GroupOver(
             f"{reason}; it failed alone, so this group is over: make a new one, and a new wrapper"
@@ -96,7 +100,10 @@ def describe_error(error: BaseException) -> str:
 def _decide(members: dist.ProcessGroup, reason: str) -> None:
     """Wait for the other ranks to fail as well; end the group if one does not."""
     try:
-        store = members.get_group_store()
+        # A connection of its own: in that of the group, this rank may soon wait for a new group,
+        # and so for the ranks that wait for it.
+        group_store: Any = members.get_group_store()
+        store = group_store.clone()
         number = store.add(_count_key(members.rank()), 1)
         for _ in range(NAPS):
             counts = [store.add(_count_key(rank), 0) for rank in range(members.size())]

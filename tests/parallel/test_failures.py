@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from labkit.costs.transformer import SIZES
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.context import context_parallel, split_sequence
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
-from labkit.parallel.failures import GroupOver
+from labkit.parallel.failures import GroupOver, explain_failure, report_failure
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import tensor_parallel
 from tests.parallel.shared_ranks import on_ranks
@@ -98,8 +102,65 @@ def test_a_rank_that_fails_alone_ends_its_group(part: str, transport: str, direc
         step()
     step()  # all have failed, so all go on
     _fail_in(layer, direction, [0])
-    with pytest.raises(GroupOver if dist.get_rank() else ZeroDivisionError) as caught:
-        step()
-    with pytest.raises(GroupOver):
-        step()
+    with mock.patch("labkit.parallel.failures.NAPS", 10):
+        with pytest.raises(GroupOver if dist.get_rank() else ZeroDivisionError) as caught:
+            step()
+        with pytest.raises(GroupOver):
+            step()
     assert dist.get_rank() == 0 or "rank 0: " in str(caught.value)
+
+
+@on_ranks(2)
+def test_an_evaluation_that_fails_on_one_rank_ends_nothing() -> None:
+    """No rank waits for it: a forward pass of data parallelism without gradients sends nothing."""
+    model = NaiveDDP(_layers(), group=dist.new_group())
+    outputs = model(torch.ones(4, 8))
+    if dist.get_rank() == 0:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(4, 9))
+    outputs.sum().backward()
+    model(torch.ones(4, 8)).sum().backward()
+
+
+class _Pair(dist.ProcessGroup):
+    """A group of two ranks that has a store, and no connections."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(0, 2)
+        self._store = store
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+
+def _stores() -> tuple[dist.TCPStore, dist.TCPStore]:
+    """Return a store, with its server, and another connection to it."""
+    timeout = timedelta(seconds=60)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+    return server, dist.TCPStore("127.0.0.1", server.port, None, False, timeout)
+
+
+def _read_end(store: dist.Store) -> None:
+    """Raise why the group of a store is over, once it is."""
+    for _ in range(400):
+        explain_failure(None, store)
+        time.sleep(0.05)
+
+
+def test_a_rank_that_waits_for_a_new_group_ends_the_old_one() -> None:
+    """Otherwise the others wait in the old group, and it waits for them, by the same connection."""
+    server, client = _stores()
+    waiter = threading.Thread(target=client.wait, args=(["the others have come"],), daemon=True)
+    waiter.start()
+    with mock.patch("labkit.parallel.failures.NAPS", 1):
+        report_failure(ZeroDivisionError("by a user"), _Pair(client))
+        with pytest.raises(GroupOver, match="rank 0: ZeroDivisionError: by a user"):
+            _read_end(server)
+    server.set("the others have come", "")
+    waiter.join()
+
+
+def test_a_store_that_is_gone_hides_no_error() -> None:
+    server, client = _stores()
+    del server
+    explain_failure(RuntimeError("connection closed by peer"), client)

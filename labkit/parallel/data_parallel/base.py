@@ -83,7 +83,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     Raises ValueError, on all ranks, if model or arguments differ between them or `check_module`
     refuses the model. Forward and backward raise RuntimeError or ValueError with the parameter's
-    name rather than average wrongly. If a pass fails on some ranks only, all raise within two
+    name rather than average wrongly. If a pass fails on some ranks only, all raise within six
     seconds, and so does every later pass.
     """
 
@@ -154,7 +154,7 @@ class DataParallel(nn.Module, UnevenInputs):
         try:
             outputs = self.module(*args, **kwargs)
         except Exception as error:
-            if self._is_armed:  # the others' backward passes wait for this rank
+            if self._is_armed and torch.is_grad_enabled():  # other ranks' backward passes wait
                 report_failure(error, self.group)
             raise
         self._post_forward(outputs)
