@@ -77,8 +77,6 @@ class PretendedDevice(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name == "_parse_to" or any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return function(*args, **kwargs)
-        if name == "get_device":
-            return 0 if is_on_gpu(tensors[0]) else -1
         if name in ("numpy", "__array__") and is_on_gpu(tensors[0]):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         there = [is_on_gpu(tensor) for tensor in tensors]
@@ -232,11 +230,9 @@ def _torch_cuda():
         return {f"requested_bytes.all.{at}": next(counted) for at in ("current", "peak")}
 
     silent = "init set_device synchronize empty_cache reset_peak_memory_stats manual_seed"
-    counters = "memory_allocated max_memory_allocated max_memory_reserved"
     return {
         # A function for each name: Dynamo refuses one that has two.
         **{name: lambda *_: None for name in silent.split()},
-        **{name: lambda *_: next(counted) for name in counters.split()},
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,
