@@ -26,7 +26,7 @@ from labkit.parallel.transport import Group, abort, member_group
 
 # How long the other ranks may take to fail as well: they may still load the batch that fails.
 # Naps, not seconds: on a machine that is busy with other things they take longer, as the ranks do.
-NAPS = 100
+NAPS = 30
 NAP_S = 0.05
 _END = "labkit: why the group is over"
 
