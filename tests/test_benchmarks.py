@@ -32,7 +32,7 @@ def test_reports_agree_with_themselves_and_not_with_the_opposite(tmp_path, capsy
         if name in ("same", "swapped"):  # of another start
             text = re.sub(r'"started": ?"\d{4}', '"started":"2001', text, count=1)
         if name == "swapped":
-            text = text.replace('"combined"', '"-"').replace('"default"', '"combined"')
+            text = text.replace('"joined"', '"-"').replace('"default"', '"joined"')
             text = text.replace('"-"', '"default"')
         run.write_text(text)
     for other, agrees in (("same", True), ("swapped", False), ("itself", False)):

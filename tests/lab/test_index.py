@@ -83,7 +83,7 @@ def index(folder, *questions, error=None, study=FAKE, **run):
 
 
 BETTER = answer(topic="precision", advice="use bf16.", ratio=0.5)
-COMBINED = {"implementation": "combined", "model": "mini", "context_length": 64, **vars(DEFAULT)}
+COMBINED = {"implementation": "joined", "model": "mini", "context_length": 64, **vars(DEFAULT)}
 
 
 def test_what_is_better_is_recommended_with_its_gain_and_a_link(tmp_path):

@@ -91,7 +91,7 @@ STEP = {"model": "mini", "world_size": 2, "batch": 2, "context_length": 64, "poi
 
 def test_six_noisy_rounds_of_the_tuned_step_advise_neither_to_change_nor_to_keep():
     """0.874 [0.776, 0.983] of six rounds made the index begin with "Train with the defaults"."""
-    pair = {"default": 1.0, "combined": 0.95}
+    pair = {"default": 1.0, "joined": 0.95}
     answer = ask("tuned_step", "gain", timed("implementation", pair, noise=0.15, rounds=6, **STEP))
     assert answer.table["high"].item() > 1 > 0.9 > answer.table["low"].item()
     assert answer.verdict == "undecided"

@@ -89,7 +89,7 @@ CASES = {
             context_length=16,
             **TWO,
         ),
-        "combined",
+        "joined",
         CHECK,
     ),
     "cifar100": Case(

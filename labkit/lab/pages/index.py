@@ -190,7 +190,7 @@ def combined_code(run: Run) -> str | None:
     names = [field.name for field in fields(Configuration)]
     rows = run.frame().reindex(columns=["implementation", "model", "context_length", *names])
     rows = rows.dropna()
-    for row in rows[rows["implementation"] == "combined"].to_dict("records"):
+    for row in rows[rows["implementation"] == "joined"].to_dict("records"):
         configuration = Configuration(**{name: row[name] for name in names})
         return write_code(configuration, row["model"], int(row["context_length"]))
     return None

@@ -27,7 +27,8 @@ from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import TOLERANCES, check_completeness
 
 DEFAULT_NAME = "default"
-COMBINED = "combined"
+# As stored runs name it.
+COMBINED = "joined"
 TORCH = "torch"  # the wrapper of the default
 # Seconds that a plan allows for compiling `mini` without a cache: 49 s on two slow cores.
 COMPILE_S = 45.0
