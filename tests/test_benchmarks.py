@@ -4,6 +4,7 @@ import re
 import runpy
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 from labkit.lab.project import recorded_directory
 
@@ -39,6 +40,24 @@ def test_reports_agree_with_themselves_and_not_with_the_opposite(tmp_path, capsy
         pairs = agreement["newest_pairs"](tmp_path / "first", tmp_path / other)
         assert agreement["print_agreement"](pairs) is agrees
     assert "opposite tuned_step.gain" in capsys.readouterr().out
+
+
+def test_reports_that_leave_much_undecided_do_not_agree():
+    agreement = runpy.run_path(str(BENCHMARKS / "agreement.py"))
+    comparison = agreement["Compare"](id="q", text="?", metric=None, baseline="base")
+
+    def agrees(n_open):
+        outcomes = {f"q{i}": "open" if i < n_open else "agree" for i in range(10)}
+        pair = SimpleNamespace(
+            outcomes=lambda: outcomes,
+            answers={name: [SimpleNamespace(verdict="yes")] * 2 for name in outcomes},
+            lab=SimpleNamespace(name="lab", question=lambda name: comparison),
+            runs=[],
+        )
+        return agreement["print_agreement"]([pair])
+
+    assert agrees(3)
+    assert not agrees(4)
 
 
 def test_a_planted_cause_is_met_by_its_name_and_its_size_in_most_runs(monkeypatch):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.lab.commands.console import print_table
 from labkit.lab.project import runs_directory
-from labkit.lab.units import format_bytes, format_flops, format_seconds
+from labkit.lab.units import counted, format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from labkit.check.trainings import TrainingChange
@@ -78,7 +78,7 @@ class Summary:
         from labkit.check.trainings import MIN_RUNS
 
         newest = change.baseline[-1]
-        n_runs = f"{len(change.baseline)} run{'s' if len(change.baseline) > 1 else ''}"
+        n_runs = counted(len(change.baseline), "run")
         about = f"since the baseline ({n_runs}, the newest of {newest.header.started:%Y-%m-%d})"
         if change.blockers:
             reasons = ", ".join(map(str, change.blockers))

@@ -80,16 +80,16 @@ def _gain(answer: Comparison) -> Sentence:
     counts = answer.counts
     clause = _difference(answer)
     if answer.is_overall:
-        return Sentence(clause, capitalize(answer.verdict), _over_all(answer))
+        return Sentence(f"{clause}.", capitalize(answer.verdict), _over_all(answer))
     region = _short_region(answer)
     if counts.worse:
         worse = f"is {phrasing(answer.quantity).worse} {_other_values(answer)}"
-        return Sentence(f"{clause.removesuffix('.')} {region}, and {worse}.", "It depends")
+        return Sentence(f"{clause} {region}, and {worse}.", "It depends")
     if counts.better == counts.total:
-        return Sentence(clause, "Yes")
+        return Sentence(f"{clause}.", "Yes")
     if counts.is_mostly_better:
-        return Sentence(clause, "Yes", region)
-    return Sentence(clause, extent=f"only {region}")
+        return Sentence(f"{clause}.", "Yes", region)
+    return Sentence(f"{clause}.", extent=f"only {region}")
 
 
 def _no_gain(answer: Comparison) -> Sentence:
@@ -103,21 +103,21 @@ def _no_gain(answer: Comparison) -> Sentence:
     if answer.subject is None:
         return Sentence(f"no {answer.noun} is measurably {phrases.better} than {baseline}.", "No")
     if answer.is_overall:
-        return Sentence(_difference(answer), "No", _over_all(answer))
+        return Sentence(f"{_difference(answer)}.", "No", _over_all(answer))
     if is_worse_everywhere:
-        return Sentence(_difference(answer), "No")
+        return Sentence(f"{_difference(answer)}.", "No")
     # How much slower it is in some configurations would read as the answer for all.
     text = f"{answer.subject} is never measurably {phrases.better} than {baseline}"
     return Sentence(f"{text}, and {phrases.worse} in some configurations.", "No")
 
 
 def _difference(answer: Comparison) -> str:
-    """Say "the ring takes 15 to 23% less time than torch." of an answer that shows a difference."""
+    """Say "the ring takes 15 to 23% less time than torch" of an answer that shows a difference."""
     size = change(answer)
     assert size is not None
     phrase = size.phrase
     amount = f"{phrase.verb} {size.text} {phrase.words}"
-    return f"{answer.subject} {amount} {phrase.preposition} {answer.baseline}."
+    return f"{answer.subject} {amount} {phrase.preposition} {answer.baseline}"
 
 
 def _over_all(answer: Comparison) -> str:
@@ -127,7 +127,8 @@ def _over_all(answer: Comparison) -> str:
 def _no_difference(answer: Comparison) -> Sentence:
     """Word "undecided" and "no clear difference"."""
     is_undecided = answer.verdict == "undecided"
-    if is_undecided and not answer.seconds_more:
+    has_intervals = answer.table is not None and answer.table["p"].notna().any()
+    if is_undecided and not answer.seconds_more and not has_intervals:
         name = answer.subject or "alternatives"
         return Sentence(f"too few repeats to compare {name} with {answer.baseline}.", "Undecided")
     if answer.subject is not None:
@@ -140,6 +141,8 @@ def _no_difference(answer: Comparison) -> Sentence:
     text = f"no clear difference in {noun} between {compared} and {answer.baseline}"
     if not is_undecided:
         return Sentence(f"{text}.")
+    if not answer.seconds_more:  # the run does not say how long its rounds took
+        return Sentence(f"{text}; a gain of 10% is not excluded.", "Undecided")
     more = format_estimate(answer.seconds_more)
     return Sentence(f"{text}; about {more} more would show a 10% gain.", "Undecided")
 

@@ -193,6 +193,9 @@ def test_seconds_are_named_only_if_a_gain_is_neither_shown_nor_excluded():
     assert ask(timed({"a": [0.5]})).seconds_more == 0
     assert ask(timed({"a": [1.0]})).verdict == "no clear difference"
     assert ask(timed({"a": [1.0]}, noise=0.4)).verdict == "undecided"
+    # Without times nobody knows how long; that there were too few repeats would be wrong.
+    untimed = headline(ask(frame({"a": [1.0]}, noise=0.4)))
+    assert untimed != headline(ask(frame({"a": [1.0]}, noise=0.4, rounds=4)))
     few = ask(timed({"a": [1.0]}, noise=0.4)).seconds_more
     more = ask(timed({"a": [1.0]}, noise=0.8)).seconds_more
     assert ROUNDS < few < more  # a round takes two seconds

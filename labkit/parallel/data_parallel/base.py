@@ -83,7 +83,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     Raises ValueError, on all ranks, if model or arguments differ between them or `check_module`
     refuses the model. Forward and backward raise RuntimeError or ValueError with the parameter's
-    name rather than average wrongly. If a pass fails on some ranks only, all raise within six
+    name rather than average wrongly. If a pass fails on some ranks only, all raise within two
     seconds, and so does every later pass.
     """
 

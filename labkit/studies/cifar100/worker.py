@@ -54,7 +54,7 @@ CHECKED_BATCH = 4
 CHECKED_ACCUMULATION = 2
 # In float64, relative to the largest change of a weight; rounding leaves some 1e-12.
 TOLERANCE = 1e-6
-# Columns of the checks that this process has made.
+# Columns of the checks that succeeded in this process.
 _CHECKED: dict[tuple[str, Recipe, int], dict[str, Any]] = {}
 
 
@@ -167,11 +167,12 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
         # Not once per seed: what is checked does not depend on it. All ranks run the same points,
         # so they have checked the same.
         key = (name, recipe, len(data.training[0]))
-        if key not in _CHECKED:
+        checks[name] = _CHECKED.get(key, {})
+        if not checks[name]:
             check = partial(_check, name, recipe, data, point.seed)
-            _CHECKED[key] = row_of(name, check, device=device)
-        checks[name] = _CHECKED[key]
+            checks[name] = row_of(name, check, device=device)
         if checks[name]["status"] == "ok":
+            _CHECKED[key] = checks[name]
             trainers[name] = Trainer(name, recipe, point.seed)
         else:
             yield describe(name) | {"phase": EPOCH} | checks[name]
