@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from labkit.parallel.agreement import agree_once
@@ -47,6 +46,7 @@ from labkit.parallel.sharding.sharded import (
     check_shard,
     check_shardable,
     consolidate,
+    make_mesh,
 )
 from labkit.parallel.sharding.state import FSDPState
 from labkit.parallel.sharding.unit import Options, Unit
@@ -151,7 +151,7 @@ class FSDP(nn.Module):
         # ValueError for a transport that there is not, before any change
         channel = Channel(group, device, transport)
         broadcast([*module.parameters(), *module.buffers()], group)
-        mesh = DeviceMesh.from_group(members, device.type)
+        mesh = make_mesh(members, device.type)
         collectives = list[str]()
         self._units = [Unit(each, mesh, options, channel, collectives) for each in members_of_units]
         for each in module.modules():

@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from labkit.parallel.agreement import agree_once, describe_parameter
@@ -36,6 +35,7 @@ from labkit.parallel.sharding.sharded import (
     check_shard,
     check_shardable,
     consolidate,
+    make_mesh,
     shard_parameter,
 )
 from labkit.parallel.transport import AUTO, find_transport, member_group
@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
                 if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, refused):
                     raise ValueError(f"{optimizer_cls.__name__} cannot be sharded: {reason}")
             self._check_parameters()
-            self._mesh = DeviceMesh.from_group(members, self._parameters[0].device.type)
+            self._mesh = make_mesh(members, self._parameters[0].device.type)
             self._make_shards()
             with self._groups_of_shards():
                 self._inner = optimizer_cls(self.param_groups, **settings)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,6 +19,15 @@ from labkit.torch_private import has_internal_overlap
 
 # key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}
 SHARD = "shard"
+
+
+def make_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """Return the mesh, of one dimension, of all ranks of a group."""
+    if group is dist.GroupMember.WORLD:
+        return DeviceMesh.from_group(group, device_type)
+    # By a name of its own: torch keeps results of operators by mesh, and of two equal ones those of
+    # the first, whose group may be over since a rank failed.
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(group.group_name,))
 
 
 class Sharded(DTensor):
