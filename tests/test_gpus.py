@@ -1,6 +1,7 @@
 """GPUs that are there and cannot be used: labs run on the CPU, with the reason; and the facts about
 those that can."""
 
+import math
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason
 from labkit.parallel.ranks import worker
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.parallel.ranks.worker import use_device
+from tests.rehearsal.machines import MACHINES
 from tests.rehearsal.pretended_cuda import float32_matmuls_in_tf32
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -379,3 +381,12 @@ def test_a_library_that_does_not_start_on_a_full_gpu_is_out_of_memory(monkeypatc
     for free, is_full in ((40 * GIB, False), (2**28, True)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 80 * GIB))
         assert is_out_of_memory(error) == is_full
+
+
+@pytest.mark.parametrize(
+    ("name", "links", "expected"),
+    [("8 H100", "NV18", 450e9), ("6 B300", "NV18", 900e9), ("7 L40S", "SYS", math.nan)],
+)
+def test_the_peak_of_the_links_is_that_of_the_data_sheets(name, links, expected):
+    machine = MACHINES[name].model_copy(update={"gpu_links": links})
+    assert machine.link_bytes_per_s == pytest.approx(expected, nan_ok=True)

@@ -12,7 +12,9 @@ from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
 from tests.pages.cells import carry_out, kind_of_point, recorded, run_of
+from tests.rehearsal.machines import MACHINES
 
+GPUS = [("8 H100", "quick"), ("8 H100", "paper"), ("1 H100", "quick"), ("1 H100", "paper")]
 FAILED = {"status": "failed", "reason": "RuntimeError: rehearsed"}
 
 
@@ -44,12 +46,31 @@ def few_points(run: Run, seed: int) -> Run:
     return run_of(run, lambda point, row: row if point in kept else None)
 
 
+def from_gpus(run: Run, name: str, profile: str) -> Run:
+    """Every point that is planned there, with recorded rows of its kind."""
+    study = load_lab(run.header.lab)
+    machine = MACHINES[name]
+    points = study.plan(study.profiles_on(machine)[profile], machine)
+    planned = {point.id: point.describe() for point in points if not point.skip_reason(machine)}
+    sources = {kind_of_point(point): id for id, point in run.header.planned.items()}
+    rows = []
+    ends = {}
+    for id, point in planned.items():
+        if source := sources.get(kind_of_point(point)):
+            copied = [row for row in run.rows if row.point == source]
+            rows += [row.model_copy(update={"point": id}) for row in copied]
+            ends[id] = run.ends[source]
+    changes = {"machine": machine, "planned": planned, "profile": profile}
+    return Run(run.path, run.header.model_copy(update=changes), rows, ends)
+
+
 def _cases():
     for lab in LABS:
         kinds = dict.fromkeys(map(kind_of_point, recorded(lab).header.planned.values()))
         yield lab, without_alternatives, ()
         yield from ((lab, without_kind, (kind,)) for kind in kinds)
         yield from ((lab, few_points, (seed,)) for seed in range(4))
+        yield from ((lab, from_gpus, where) for where in GPUS)
     yield "data_parallel", without_rows, ("lane", "all-reduce")
     yield "data_parallel", without_rows, ("phase", "waiting")
     yield "training_step", without_rows, ("family", "elementwise")
@@ -57,15 +78,15 @@ def _cases():
 
 
 def _is_quick(lab, change, arguments):
-    """In `make test` every lab has a page without alternatives and one of all its points, and in
-    turns one without its first kind of points, of few points, or of GPUs
-    (`rehearsal/test_machines.py`)."""
+    """In `make test` every lab has a page of all its points (`test_tries.py`), and in turns one
+    without its first kind of points, of few points, or without alternatives and of GPUs."""
     if change is without_kind:
         first = kind_of_point(next(iter(recorded(lab).header.planned.values())))
         return arguments == ("changes",) or (lab in LABS[::3] and arguments == (first,))
     if change is few_points:
         return lab in LABS[1::3] and arguments == (0,)
-    return change is without_alternatives or lab == "data_parallel"
+    is_third = lab in LABS[2::3]
+    return is_third and (change is without_alternatives or arguments == GPUS[0])
 
 
 @pytest.mark.parametrize(("lab", "change", "arguments"), thinned(_cases(), _is_quick))

@@ -1,11 +1,11 @@
-"""A CUDA device that is not here, for the workers of labs: main memory that says it is on the GPU.
+"""A CUDA device that is not here: main memory that says it is on the GPU.
 
 Storages are tagged; tensors of tagged ones answer `cuda` when asked for their device, and an
-operator that would mix devices raises as CUDA's would. `torch.cuda` answers for one H100. Cannot be
-seen this way: streams, NCCL, CUPTI, allocator counters, numerics, launches of Triton kernels, what
-Inductor makes; nor what happens inside a backward pass.
+operator that would mix devices raises as CUDA's would. Not seen: CUPTI, allocator counters,
+numerics, launches of kernels, what Inductor makes; nor what happens inside a backward pass.
 """
 
+import itertools
 import time
 import traceback
 from contextlib import contextmanager, nullcontext
@@ -35,7 +35,7 @@ READ: list[str] = []
 
 
 class MixedDevices(RuntimeError):
-    pass
+    """As CUDA would raise it."""
 
 
 def is_on_gpu(tensor):
@@ -184,11 +184,7 @@ def _use_stream(stream):
     Stream.used.pop()
 
 
-class _Autocast(torch.autocast):
-    def __init__(self, device_type, **options):
-        super().__init__("cpu", **options)
-
-
+_AUTOCAST = torch.autocast
 _GENERATOR = torch.Generator
 
 
@@ -204,10 +200,11 @@ def _backward(tensor, *args, **options):
 
 def _grad(outputs, inputs, grad_outputs=None, retain_graph=False, create_graph=False, **options):
     """`torch.autograd.grad` without its own look at devices, which C++ does not know of."""
-    outputs = tree_leaves(outputs)
-    inputs = tree_leaves(inputs)
-    pairs = zip(outputs, tree_leaves(grad_outputs), strict=True)
-    seeds = [torch.ones_like(out) if seed is None else seed for out, seed in pairs]
+    outputs, inputs, seeds = map(tree_leaves, (outputs, inputs, grad_outputs))
+    seeds = [
+        torch.ones_like(out) if seed is None else seed
+        for out, seed in zip(outputs, seeds, strict=True)
+    ]
     if [is_on_gpu(out) for out in outputs] != [is_on_gpu(seed) for seed in seeds]:
         raise MixedDevices("grad: outputs and their gradients should be on the same device")
     flags = (bool(retain_graph), create_graph)
@@ -215,51 +212,43 @@ def _grad(outputs, inputs, grad_outputs=None, retain_graph=False, create_graph=F
     gradients = torch.autograd.graph._engine_run_backward(
         tuple(outputs), tuple(seeds), *flags, tuple(inputs), unused, accumulate_grad=False
     )
-    for gradient, x in zip(gradients, inputs, strict=True):
-        if is_on_gpu(x):
-            _put_on_gpu(gradient)
-    return gradients
+    return [_put_on_gpu(g) if is_on_gpu(x) else g for g, x in zip(gradients, inputs, strict=True)]
 
 
-def _torch_cuda():
-    """What `torch.cuda` answers, by name."""
-    # Allocator counters grow, as no two moments are alike.
-    counted = iter(range(2**20, 2**50, 4096))
-
-    def memory_stats(device=None):
-        return {f"requested_bytes.all.{at}": next(counted) for at in ("current", "peak")}
-
-    silent = "init set_device synchronize empty_cache reset_peak_memory_stats manual_seed"
-    return {
-        # A function for each name: Dynamo refuses one that has two.
-        **{name: lambda *_: None for name in silent.split()},
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device=0: PROPERTIES,
-        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
-        "get_device_name": lambda device=None: PROPERTIES.name,
-        "get_arch_list": lambda: ["sm_90"],
-        "mem_get_info": lambda device=None: (MEMORY - 2**30, MEMORY),
-        "memory_stats": memory_stats,
-        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-        "device_of": lambda tensor: nullcontext(),
-        "Event": _Event,
-        "Stream": Stream,
-        "current_stream": current_stream,
-        "stream": _use_stream,
-    }
+_COUNTED = itertools.count(2**20, 4096)  # allocator counters grow: no two moments are alike
+_SILENT = "init set_device synchronize empty_cache reset_peak_memory_stats manual_seed"
+# What `torch.cuda` answers. A function for each name: Dynamo refuses one that has two.
+ANSWERS = {
+    **{name: lambda *_: None for name in _SILENT.split()},
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "is_current_stream_capturing": lambda: False,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_properties": lambda device=0: PROPERTIES,
+    "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
+    "get_device_name": lambda device=None: PROPERTIES.name,
+    "get_arch_list": lambda: ["sm_90"],
+    "mem_get_info": lambda device=None: (MEMORY - 2**30, MEMORY),
+    "memory_stats": lambda device=None: {
+        f"requested_bytes.all.{at}": next(_COUNTED) for at in ("current", "peak")
+    },
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+    "device_of": lambda tensor: nullcontext(),
+    "Event": _Event,
+    "Stream": Stream,
+    "current_stream": current_stream,
+    "stream": _use_stream,
+}
 
 
 @contextmanager
 def pretended_gpu():
     """One H100 for whatever runs inside."""
     with (
-        mock.patch.multiple(torch.cuda, **_torch_cuda()),
-        mock.patch.object(torch, "autocast", _Autocast),
+        mock.patch.multiple(torch.cuda, **ANSWERS),
+        mock.patch.object(torch, "autocast", lambda _, **options: _AUTOCAST("cpu", **options)),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch.autograd, "grad", _grad),
         mock.patch.object(torch.Tensor, "backward", _backward),

@@ -5,7 +5,6 @@ GPU: it waits for each until the GPU has computed all that is queued.
 """
 
 import itertools
-from functools import cache
 
 import pytest
 import torch
@@ -17,12 +16,13 @@ from labkit.nn.transformer import Transformer
 from labkit.parallel import overlap
 from labkit.parallel.context import context_parallel, mean_loss
 from labkit.parallel.data_parallel import BucketedDDP
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP, gather
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.transport import make_separate_transport
-from tests.rehearsal.pretended_cuda import READ, Stream, current_stream, pretended_gpu
+from tests.parallel.shared_ranks import on_ranks
+from tests.rehearsal import pretended_cuda
+from tests.rehearsal.pretended_cuda import Stream, current_stream, pretended_gpu
 
 COLLECTIVES = {
     "all-gather": (gather, "all_gather_single"),
@@ -57,41 +57,6 @@ compute: all-reduce 2
 """
 
 
-def _make_transport(group, device, _):
-    transport = make_separate_transport(group, torch.device("cpu"), "point_to_point")
-    transport.collective_group = dist.group.WORLD  # as over NCCL
-    return transport
-
-
-def _log_step(wrap):
-    """What the second step of a model of two layers does, in order."""
-    number = itertools.count(1)
-
-    def logged(name, collective):
-        def call(*args, **options):
-            # A flag or two by which ranks agree travel between CPUs.
-            if args[0].is_floating_point():
-                current_stream().run(f"{name} {next(number)}")
-            return collective(*args, **options)
-
-        return call
-
-    with pretended_gpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "make_separate_transport", _make_transport)
-        for name, (module, function) in COLLECTIVES.items():
-            patch.setattr(module, function, logged(name, getattr(module, function)))
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).to("cuda")
-        wrapper = wrap(model)
-        for index, layer in enumerate(model):
-            forward = f"forward of {index}"
-            layer.register_forward_hook(lambda *_, what=forward: current_stream().run(what))
-        for _ in range(2):
-            Stream.log.clear()
-            number = itertools.count(1)
-            wrapper(torch.ones(2, 3, device="cuda")).sum().backward()
-    return "\n".join(Stream.log)
-
-
 def _fsdp(model):
     return FSDP(model, units=[*model])
 
@@ -100,18 +65,56 @@ def _ddp(model):
     return BucketedDDP(model, all_reduce="auto", bucket_mb=5e-5, first_bucket_mb=5e-5)
 
 
-def _model():
+def _make_transport(group, device, _):
+    transport = make_separate_transport(group, torch.device("cpu"), "point_to_point")
+    transport.collective_group = dist.group.WORLD  # as over NCCL
+    return transport
+
+
+def _logged(name, collective, numbers):
+    def call(*args, **options):
+        # A flag or two by which ranks agree travel between CPUs.
+        if args[0].is_floating_point():
+            current_stream().run(f"{name} {next(numbers)}")
+        return collective(*args, **options)
+
+    return call
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("wrap", "expected"), [(_fsdp, FSDP_STEP), (_ddp, DDP_STEP)])
+def test_a_step_over_nccl(wrap, expected):
+    """A layer is gathered while the one before computes, and its gradients are added up while the
+    next one's are computed; no memory is released that the other stream still reads."""
+    with pretended_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "make_separate_transport", _make_transport)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).to("cuda")
+        wrapper = wrap(model)
+        for index, layer in enumerate(model):
+            forward = f"forward of {index}"
+            layer.register_forward_hook(lambda *_, what=forward: current_stream().run(what))
+        x = torch.ones(2, 3, device="cuda")
+        wrapper(x).sum().backward()
+        numbers = itertools.count(1)
+        for name, (module, function) in COLLECTIVES.items():
+            patch.setattr(module, function, _logged(name, getattr(module, function), numbers))
+        Stream.log.clear()
+        wrapper(x).sum().backward()
+    assert "\n".join(Stream.log) == expected.strip()
+
+
+def _transformer():
     shape = TransformerShape(n_layers=2, n_heads=2, d_model=16, d_ff=32, vocabulary=16)
     return Transformer(shape, context_length=16).to("cuda")
 
 
 def _tensor_parallel(tokens):
-    model = tensor_parallel(_model())
+    model = tensor_parallel(_transformer())
     return lambda: model(tokens, tokens).backward()
 
 
 def _context_parallel(tokens):
-    model = context_parallel(_model())
+    model = context_parallel(_transformer())
     tokens = tokens[:, :8]
     return lambda: mean_loss(model(tokens), tokens).backward()
 
@@ -130,39 +133,17 @@ def _unused(tokens):
     return lambda: model(tokens.float()).sum().backward()
 
 
-def _read_values(make_step):
-    """What the second step reads from the GPU."""
+# A pipeline reads the loss of a step, at its end.
+READS = [(_tensor_parallel, 0), (_context_parallel, 0), (_unused, 0), (_pipeline, 1)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("make_step", "n_reads"), READS)
+def test_the_cpu_reads_nothing(make_step, n_reads):
     with pretended_gpu():
         step = make_step(torch.arange(32, device="cuda").view(2, 16) % 16)
         step()
-        READ.clear()
+        # by its module: a rank gets copies of what a check names itself
+        pretended_cuda.READ.clear()
         step()
-    return READ[:]
-
-
-LOGS = {_fsdp: FSDP_STEP, _ddp: DDP_STEP}
-# A pipeline reads the loss of a step, at its end.
-READS = {_tensor_parallel: 0, _context_parallel: 0, _unused: 0, _pipeline: 1}
-
-
-def _run_all():
-    logs = {wrap.__name__: _log_step(wrap) for wrap in LOGS}
-    return logs | {make_step.__name__: _read_values(make_step) for make_step in READS}
-
-
-@cache
-def _results():
-    return run_ranks(_run_all, world_size=2)
-
-
-@pytest.mark.parametrize("wrap", LOGS)
-def test_a_step_over_nccl(wrap):
-    """A layer is gathered while the one before computes, and its gradients are added up while the
-    next one's are computed; no memory is released that the other stream still reads."""
-    assert [logs[wrap.__name__] for logs in _results()] == [LOGS[wrap].strip()] * 2
-
-
-@pytest.mark.parametrize("make_step", READS)
-def test_the_cpu_reads_nothing(make_step):
-    reads = [reads[make_step.__name__] for reads in _results()]
-    assert [len(one) for one in reads] == [READS[make_step]] * 2, reads
+    assert len(pretended_cuda.READ) == n_reads, pretended_cuda.READ

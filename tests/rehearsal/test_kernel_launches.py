@@ -94,10 +94,6 @@ def test_every_kernel_is_tuned_compiled_and_launched(launches):
     launches.clear()
     differentiate()
     assert len(launches) == 4, "what is tuned is not tuned again"
-    launches.clear()
-    many = torch.zeros(3, 32 * BATCH, SEQUENCE, HEAD_DIM, dtype=CASE.dtype)
-    flash_attention.run_kernel("forward", many, True, None)
-    assert len(launches) == len(_tiles("forward")) + 1, "more programs are tuned for themselves"
 
 
 @pytest.fixture

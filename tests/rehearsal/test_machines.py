@@ -1,7 +1,6 @@
 """What is planned on machines that are not here, and the pages of runs that came from there."""
 
 import json
-import math
 from functools import cache
 from itertools import product
 
@@ -10,12 +9,11 @@ import pytest
 from labkit.lab.config import PROFILES
 from labkit.lab.point import planned_s
 from labkit.lab.recommended import TOPICS, recommend
-from labkit.lab.runs.store import Run
 from labkit.machine.description import GIB
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
-from tests.pages.cells import carry_out, kind_of_point, recorded
-from tests.rehearsal.machines import ALL_MACHINES, MACHINES, NO_GPU_REASONS
+from tests.pages.cells import recorded
+from tests.rehearsal.machines import ALL_MACHINES, MACHINES
 
 # Labs whose points run on the CPU, or on a device of the reader's choice, wherever they run.
 ON_THE_CPU = {"all_reduce", "your_training"}
@@ -68,14 +66,8 @@ def test_a_plan_has_sizes_and_a_time_and_uses_the_gpus_or_the_cpu(lab, machines)
         for point in on_gpu:
             has_gpu_each = point.world_size <= len(machine.gpus)
             assert has_gpu_each or (point.backend != "nccl" and lab != "tuned_step"), name
-
-
-@pytest.mark.parametrize("name", ["3 A100", "5 RTX 5090", "6 B300", "7 L40S"])
-def test_sequences_divide_among_any_number_of_gpus(name):
-    """By twice the ranks: zigzag halves every rank's part."""
-    points, _ = _plan("context_parallel", MACHINES[name], "quick")
-    assert len(MACHINES[name].gpus) in {point.world_size for point in points}
-    assert [point for point in points if point.sequence % (2 * point.world_size)] == []
+            # Zigzag halves every rank's part of a sequence.
+            assert getattr(point, "sequence", 0) % (2 * point.world_size) == 0, name
 
 
 @pytest.mark.parametrize(("lab", "name"), [*product(LABS, ["1 H100", "8 H100"])])
@@ -111,10 +103,7 @@ def test_a_recorded_run_took_about_its_planned_time(lab):
     [
         ("1 H100", "quick", [(2, "gloo")]),
         ("1 H100", "paper", [(1, "nccl"), (2, "gloo")]),
-        ("2 A4000", "quick", [(1, "nccl"), (2, "nccl")]),
-        ("2 A4000", "paper", [(1, "nccl"), (2, "nccl")]),
         ("8 H100", "quick", [(1, "nccl"), (2, "nccl"), (4, "nccl"), (8, "nccl")]),
-        ("8 H100", "paper", [(1, "nccl"), (2, "nccl"), (4, "nccl"), (8, "nccl")]),
     ],
 )
 def test_throughput_is_measured_from_one_gpu_to_all(name, profile, expected):
@@ -128,50 +117,5 @@ def test_nccl_comes_first_and_no_cpu_size_stays_on_gpus():
     assert points[0].backend == "nccl"
     assert max(point.n_bytes for point in points if point.backend == "nccl") >= 2**28
     limits = load_lab("limits")
-    attention = load_lab("attention")
     assert max(limits.profiles_on(machine)["quick"].matmul_sizes) >= 8192
-    assert attention.profiles_on(machine)["quick"].batch >= 16
-    for study in (limits, attention):
-        assert study.profiles_on(machine, "cpu") == study.profiles
-
-
-@pytest.mark.parametrize("lab", sorted(set(LABS) - ON_THE_CPU))
-def test_a_lab_says_why_there_are_no_usable_gpus(lab):
-    study = load_lab(lab)
-    wanted = study.profiles["smoke"].model_copy(update={"device": "cuda"})
-    for name, expected in NO_GPU_REASONS.items():
-        points = study.plan(wanted, MACHINES[name])
-        assert any(expected in (point.skip_reason(MACHINES[name]) or "") for point in points), name
-
-
-@pytest.mark.parametrize(
-    ("lab", "name", "profile"),
-    thinned(
-        product(LABS, ("1 H100", "8 H100"), ("quick", "paper")),
-        lambda lab, *where: where == ("8 H100", "quick") and lab in LABS[2::3],
-    ),
-)
-def test_the_page_of_a_run_from_gpus(lab, name, profile):
-    """Every point that is planned there, with recorded rows of its kind."""
-    run = recorded(lab)
-    points, _ = _plan(lab, MACHINES[name], profile)
-    planned = {point.id: point.describe() for point in points}
-    sources = {kind_of_point(point): id for id, point in run.header.planned.items()}
-    rows = []
-    ends = {}
-    for id, point in planned.items():
-        if source := sources.get(kind_of_point(point)):
-            copied = [row for row in run.rows if row.point == source]
-            rows += [row.model_copy(update={"point": id}) for row in copied]
-            ends[id] = run.ends[source]
-    changes = {"machine": MACHINES[name], "planned": planned, "profile": profile}
-    carry_out(load_lab(lab), Run(run.path, run.header.model_copy(update=changes), rows, ends))
-
-
-@pytest.mark.parametrize(
-    ("name", "links", "expected"),
-    [("8 H100", "NV18", 450e9), ("6 B300", "NV18", 900e9), ("7 L40S", "SYS", math.nan)],
-)
-def test_the_peak_of_the_links_is_that_of_the_data_sheets(name, links, expected):
-    machine = MACHINES[name].model_copy(update={"gpu_links": links})
-    assert machine.link_bytes_per_s == pytest.approx(expected, nan_ok=True)
+    assert limits.profiles_on(machine, "cpu") == limits.profiles
