@@ -1,8 +1,5 @@
 """`labkit measure` in the ranks of a torchrun job: the first writes, the others take part, all
-sizes are answered.
-
-In `make test` a part of the job of tests/parallel/test_torchrun.py.
-"""
+sizes are answered."""
 
 import os
 import subprocess

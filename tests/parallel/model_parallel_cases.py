@@ -1,8 +1,7 @@
 """What the tests of tensor, pipeline and context parallelism share: errors, refusals, and messages
 left out."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,46 +53,3 @@ def find_refusals_that_fail(attempts: Attempts) -> list[str]:
             else [f"a message after {attempt[0]}"]
         )
     return wrong
-
-
-@contextmanager
-def left_out(
-    number: int, replaced: Mapping[tuple[Any, str], Callable[..., Any]]
-) -> Iterator[list[str]]:
-    """Replace one call of these functions, (module or class, name), counted from 0; yield the names
-    of all calls."""
-    names: list[str] = []
-    originals = {place: getattr(*place) for place in replaced}
-
-    def replace(place: tuple[Any, str]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            names.append(place[1])
-            return (replaced if len(names) - 1 == number else originals)[place](*args, **options)
-
-        return call
-
-    for place in replaced:
-        setattr(*place, replace(place))
-    try:
-        yield names
-    finally:
-        for place, original in originals.items():
-            setattr(*place, original)
-
-
-def find_needless(
-    step: Callable[[], float], replaced: Mapping[tuple[Any, str], Callable[..., Any]]
-) -> list[str]:
-    """Name the calls without which the step's error is none on any rank; last, the number of
-    calls."""
-    needless = []
-    number = 0
-    total = 1
-    while number < total:
-        with left_out(number, replaced) as names:
-            error = torch.tensor([step()])
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        needless += [f"{number}: {names[number]}"] if error <= EXACT else []
-        number = number + 1
-        total = len(names)
-    return [*needless, f"{total} calls"]

@@ -43,7 +43,7 @@ def _error(agree: Callable[..., object], values: Mapping[int, object]) -> Except
     return None
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 def test_all_ranks_raise_the_reason_of_one_and_go_on():
     wrong = []
     for way, agree in AGREE.items():

@@ -64,13 +64,10 @@ PARTS = {
     "fsdp": _fsdp,
 }
 CASES = [
-    ("tensor", "torch", "backward"),
     ("tensor", "point_to_point", "forward"),
     ("tensor", "shared", "backward"),
     ("context", "point_to_point", "backward"),
-    ("context", "shared", "forward"),
     ("naive", "torch", "backward"),
-    ("bucketed", "point_to_point", "forward"),
     ("bucketed", "shared", "backward"),
     ("fsdp", "point_to_point", "backward"),
     ("fsdp", "shared", "forward"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing
 import os
 import re
 import signal
@@ -112,7 +111,6 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
         ({"good": 1, "bad": {1, 2}}, "row value 'bad' is not JSON-able: {1, 2}"),
         ({"bad": torch.ones(1)}, r"row value 'bad' is not JSON-able: tensor\(\[1.\]\)"),
         ({"bad": [{0: 1.5}]}, "expected names to be strings, got .*0"),
-        ({"bad": {0: {}}}, "expected names to be strings, got .*0"),
         ({1: "one"}, "expected names to be strings, got .*1"),
         ("row", "a mapping from names to values, the worker yielded 'row'"),
     ],
@@ -197,18 +195,6 @@ def test_what_goes_by_value_keeps_its_file_and_the_main_module_is_not_run_again(
     assert sys.modules["__main__"] is before
 
 
-def test_ranks_are_torch_multiprocessing_workers_which_hand_tensors_over() -> None:
-    def double(queue: Any) -> str:
-        queue.put(2 * queue.get())
-        return multiprocessing.current_process().name
-
-    with torch.multiprocessing.get_context("fork").Manager() as manager:
-        queue = manager.Queue()
-        queue.put(torch.arange(3.0))
-        assert run_ranks(double, queue, world_size=1) == ["labkit-rank-0"]
-        assert queue.get().tolist() == [0.0, 2.0, 4.0]
-
-
 def test_two_threads_may_launch_at_once() -> None:
     found: dict[int, Any] = {}
     threads = [
@@ -252,13 +238,6 @@ def test_a_breakpoint_without_a_terminal_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(psutil.Process, "terminal", lambda _: None)
     with pytest.raises(RankError, match=f"{TERMINAL} set to one"):
         run_ranks(breakpoint, world_size=1)
-
-
-def test_a_rank_has_a_name() -> None:
-    assert run_ranks(lambda: psutil.Process().name(), world_size=2) == [
-        "labkit-rank-0",
-        "labkit-rank-1",
-    ]
 
 
 # Failures
@@ -343,18 +322,14 @@ def test_a_failure_costs_its_point_and_the_next_gets_new_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "reason"),
+    ("how", "reason"),
     [
-        (raise_here, "failed", "rank 1: ValueError: here, in second"),
-        (exit_3, "failed", "rank 1 exited with code 3, in second"),
-        (os.abort, "failed", "rank 1 was killed by SIGABRT, in second"),
-        (get_killed, "failed", "rank 1 was killed by SIGKILL, in second"),
-        (raise_memory_error, "oom", "rank 1: MemoryError, in second"),
-        (hang, "timeout", "ranks 0, 1 still running after 1 s (timeout_s), in second"),
+        (raise_here, "rank 1: ValueError: here, in second"),
+        (get_killed, "rank 1 was killed by SIGKILL, in second"),
     ],
 )
 def test_a_failure_names_the_alternative_that_was_running(
-    how: Callable[[], None], status: str, reason: str
+    how: Callable[[], None], reason: str
 ) -> None:
     def worker(point: str) -> Iterator[dict[str, Any]]:
         for name in ("first", "second", "third"):
@@ -364,9 +339,8 @@ def test_a_failure_names_the_alternative_that_was_running(
                 dist.barrier()
         yield {"running": current_alternative.name}
 
-    timeout_s = 1 if status == "timeout" else 60
-    rows, ends = drain(worker, ["fails", "works"], world_size=2, timeout_s=timeout_s)
-    assert [(end.status, end.reason) for end in ends] == [(status, reason), ("ok", None)]
+    rows, ends = drain(worker, ["fails", "works"], world_size=2)
+    assert [(end.status, end.reason) for end in ends] == [("failed", reason), ("ok", None)]
     assert [row.values for row in rows if row.index == 1] == [{"running": ""}] * 2
 
 
@@ -526,15 +500,12 @@ def test_run_ranks_returns_the_results_by_rank_or_raises_what_went_wrong() -> No
     ("options", "message"),
     [
         ({"world_size": 0}, "world_size: expected a whole number of ranks, 1 or more, got 0"),
-        ({"world_size": "2"}, "world_size: .* got '2'"),
         ({"world_size": 1_000_000}, r"world_size: .* at most \d+ ranks, .*; got 1000000"),
-        ({"world_size": True}, "world_size: .* got True"),
         (
             {"world_size": 2, "backend": "mpi"},
             "backend: expected 'gloo', 'nccl' or None, got 'mpi'",
         ),
         ({"world_size": 2, "backend": None}, "backend: expected 'gloo' or 'nccl'"),
-        ({"world_size": 1000, "backend": "nccl"}, "expected"),
         (
             {"world_size": 2, "scheduling": "fifo"},
             "scheduling: expected 'batch' or 'default', got 'fifo'",
@@ -543,7 +514,6 @@ def test_run_ranks_returns_the_results_by_rank_or_raises_what_went_wrong() -> No
             {"world_size": 2, "timeout_s": 0},
             "timeout_s: expected a positive number of seconds, got 0",
         ),
-        ({"world_size": 2, "timeout_s": float("nan")}, "timeout_s: .* got nan"),
         ({"world_size": 1, "worker": "all_reduce"}, "worker: expected a function of one point"),
         (
             {"world_size": 1, "points": [threading.Lock()]},

@@ -361,7 +361,10 @@ os._exit(0)
 
 @pytest.mark.parametrize(
     "moment",
-    ["rank runs", pytest.param("requests are pending", marks=pytest.mark.faults)],
+    [
+        pytest.param("rank runs", marks=pytest.mark.slow),
+        pytest.param("requests are pending", marks=pytest.mark.faults),
+    ],
 )
 def test_a_forked_child_does_not_keep_the_ranks_of_its_parent_alive(
     moment: str, tmp_path: Path

@@ -121,6 +121,7 @@ mp.spawn = lambda *args, **options: mp.start_processes(*args, **options, start_m
 """
 
 
+@pytest.mark.slow
 def test_wrappers_average_in_processes_that_labkit_did_not_start(tmp_path):
     """The example of the docs, as it stands."""
     (example,) = (block for block in BLOCKS if "multiprocessing.spawn(" in block)

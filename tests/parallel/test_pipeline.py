@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, mse_loss
 
 from labkit.costs import communication
-from labkit.parallel import pipeline, pipeline_pass
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.losses import IGNORED, summed_loss
 from labkit.parallel.messages import gather_json
@@ -43,7 +42,6 @@ from tests.parallel.model_parallel_cases import (
     find_refusals_that_fail,
     furthest,
     gradients,
-    left_out,
 )
 from tests.parallel.shared_ranks import on_ranks
 
@@ -112,71 +110,23 @@ CASES: list[tuple[torch.dtype, int, dict[str, Any]]] = [
 """Dtype, first layer, which with 1 takes activations as inputs, and options."""
 
 
-def find_unequal(n_cases: int) -> list[str]:
-    """Return what differs from one process: schedules and numbers of micro-batches, with one case
-    or more in turns."""
+@on_ranks(3, slow=(1, 2, 4))
+def test_parity() -> list[str]:
+    """Every schedule and number of micro-batches, with the cases in turns."""
     wrong = []
     for place, (schedule, number) in enumerate(product(SCHEDULES, (1, 2, 4, 8))):
-        for dtype, start, options in [CASES[(place + n) % 3] for n in range(n_cases)]:
-            layers = build(dtype, dist.get_rank())[start:]
-            stages = Pipeline(layers, schedule=schedule, micro_batches=number, **options)
-            result = run_step(stages, inputs_from(start, dtype), steps=2)
-            error = furthest(result, reference(dtype, start))
-            order = stages.schedule[stages.rank]
-            if not error <= TOLERANCES[dtype] or len(result) < 2:
-                wrong.append(f"{schedule}, {number}, {options}: {error}")
-            if [
-                each.task for each in stages.times
-            ] != order or stages.peak_held != peak_activations(order):
-                wrong.append(f"{schedule}, {number}: ran {stages.times}, held {stages.peak_held}")
+        dtype, start, options = CASES[place % 3]
+        layers = build(dtype, dist.get_rank())[start:]
+        stages = Pipeline(layers, schedule=schedule, micro_batches=number, **options)
+        result = run_step(stages, inputs_from(start, dtype), steps=2)
+        error = furthest(result, reference(dtype, start))
+        order = stages.schedule[stages.rank]
+        ran = [each.task for each in stages.times]
+        if not error <= TOLERANCES[dtype] or len(result) < 2:
+            wrong.append(f"{schedule}, {number}, {options}: {error}")
+        if ran != order or stages.peak_held != peak_activations(order):
+            wrong.append(f"{schedule}, {number}: ran {stages.times}, held {stages.peak_held}")
     return wrong
-
-
-@on_ranks(slow=(2, 4))
-def test_parity_of_all_cases() -> list[str]:
-    return find_unequal(n_cases=3)
-
-
-@on_ranks(1, 3)
-def test_parity() -> list[str]:
-    return find_unequal(n_cases=1)
-
-
-@on_ranks(3)
-def test_messages() -> list[str]:
-    """Every message is needed."""
-    return [f"{schedule}: {text}" for schedule in SCHEDULES for text in leave_out_each(schedule)]
-
-
-def leave_out_each(schedule: str) -> list[str]:
-    """Name the messages without which no rank gets a wrong result."""
-    stages = Pipeline(build(), schedule=schedule, micro_batches=2)
-    pass_on = pipeline_pass.Pass._pass_on
-
-    def pass_others_on(run: Any, task: Task) -> None:
-        if task != message:
-            pass_on(run, task)
-        elif task.stage % 3 == stages.rank:
-            run._outgoing.pop(task)
-        else:
-            run._arrived[task.destination] = torch.zeros(4, 3, 6, dtype=torch.float64)
-
-    def is_right() -> bool:
-        error = torch.tensor([furthest(run_step(stages), reference())])
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        return bool(error <= EXACT)
-
-    needless = []
-    plans = [plan_rank(stages.schedule, rank) for rank in range(3)]
-    messages = sorted({task for plan in plans for is_message, task in plan if is_message})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_pass.Pass, "_pass_on", pass_others_on)
-        for message in messages:
-            needless += [str(message)] if is_right() else []
-    with left_out(0, {(pipeline, "sum_tied"): lambda *args, **options: None}):
-        needless += ["tied"] if is_right() else []
-    is_complete = len(messages) == 2 * 2 * (3 * SCHEDULES[schedule] - 1)
-    return needless if is_complete else [*needless, f"{len(messages)} messages"]
 
 
 @on_ranks(4)
@@ -278,7 +228,7 @@ def test_no_gradient() -> list[str]:
     return [*wrong, *(f"without grad: {name}" for name in gradients(stages))]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow=(3,))
 def test_errors() -> list[str]:
     """One rank's error ends the step on all, soon and with its text; the next step works."""
 
@@ -442,7 +392,7 @@ def test_dropout() -> list[str]:
     return [] if kept[0] == kept[1] and different > 10 else [f"{different} differ"]
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_evaluate_and_states() -> list[str]:
     """Evaluation gives one process's outputs on all ranks; a state is saved and loaded whole."""
     wrong = []
@@ -450,7 +400,7 @@ def test_evaluate_and_states() -> list[str]:
     other = nn.Sequential(*build_with_statistics()).double()
     inputs = torch.randn(16, 6, dtype=torch.float64)
     model(inputs)  # running statistics
-    for schedule in ("1f1b", "interleaved") if dist.get_world_size() == 2 else ("gpipe",):
+    for schedule in ("1f1b", "interleaved"):
         stages = Pipeline([*other.children()], schedule=schedule, micro_batches=4)
         stages.load_state_dict(model.state_dict())
         stages.layers.train(mode=stages.rank == 0)
@@ -621,15 +571,6 @@ def test_axes() -> list[str]:
     short = batch[0], batch[1][: len(batch[1]) - part]
     step = partial(stages.step, *short, summed_loss, data_group=mesh.get_group("data"))
     return wrong + find_refusals_that_fail([("2 micro-batches divide", step)])
-
-
-@on_ranks(2)
-def test_balance() -> list[str]:
-    """Stages are balanced by measured time."""
-    layers = [block(512) for _ in range(3)]
-    stages = Pipeline(layers, micro_batches=1, costs=measure_layers(layers, torch.ones(256, 6)))
-    sizes = gather_json(len(stages.layers))
-    return [] if sorted(sizes) == [1, 2] else [str(sizes)]
 
 
 @on_ranks(2)

@@ -185,7 +185,6 @@ def test_refusals() -> list[str]:
     make = ShardedOptimizer
     sound = make(parameters, _Careful, lr=0.1)
     calls: dict[str, Callable[[], Any]] = {
-        "LBFGS": lambda: make(parameters, optim.LBFGS),
         "SparseAdam": lambda: make(parameters, optim.SparseAdam),
         "Adafactor": lambda: make(parameters, optim.Adafactor),
         "Rprop": lambda: make(parameters, optim.Rprop),
@@ -198,7 +197,6 @@ def test_refusals() -> list[str]:
             [*(nn.LazyLinear(2) if rank else nn.Linear(2, 2)).parameters()], optim.SGD
         ),
         "a parameter twice": lambda: make([parameters[0], parameters[0]], optim.SGD),
-        "a bad setting": lambda: make(parameters, optim.AdamW, lr=-1.0),
         "an unknown setting": lambda: make(parameters, optim.AdamW, speed=1),
         "a bad setting on one rank": lambda: make(
             parameters, optim.AdamW, lr=-1.0 if rank == 1 else 1.0
@@ -208,12 +206,8 @@ def test_refusals() -> list[str]:
         ),
         "another setting": lambda: make(parameters, optim.AdamW, lr=0.1 * (rank + 1)),
         "another number": lambda: make(parameters[: 4 + (rank == 0)], optim.AdamW),
-        "another class": lambda: make(parameters, optim.AdamW if rank else optim.Adam),
         "shared memory": lambda: make([nn.Parameter(torch.ones(1).expand(4))], optim.SGD),
         "a transport of no such name": lambda: make(parameters, optim.SGD, transport="pigeons"),
-        "another transport": lambda: make(
-            parameters, optim.SGD, transport="shared" if rank else "auto"
-        ),
         "an added one twice": lambda: sound.add_param_group({"params": parameters[:1]}),
         "another added on one rank": lambda: sound.add_param_group(
             {"params": [nn.Parameter(torch.ones(3 + rank))]}

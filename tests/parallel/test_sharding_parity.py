@@ -340,6 +340,17 @@ OF_WRAPPERS = {
 are each rank's own under FSDP, and second derivatives, which it refuses."""
 
 
+OF_HOOKS = {
+    f"{name}, of wrappers"
+    for name in (
+        "gradients in one piece of memory",
+        "unused, accumulated",
+        "tied, unlike inner passes",
+        "two losses",
+        "two forward passes, buffers",
+    )
+}
+"""Those of them that `make test` trains: in which gradients come several times, or never."""
 AROUND_STEPS = {
     "prune",
     "vector_to_parameters",
@@ -365,6 +376,8 @@ def _is_quick(world_size: int, strategy: str, name: str) -> bool:
     if strategy == "ZeRO-1":
         # How a model computes is up to the wrapper; what changes parameters concerns the optimizer.
         return (name in CASES and name not in OF_MODELS) or name in AROUND_STEPS
+    if name in OF_WRAPPERS and name not in OF_HOOKS:
+        return False
     shared = [case for case in EVERY_CASE if "ZeRO-3" not in EVERY_CASE[case].without]
     place = ALTERNATIVES.index(strategy)
     return name in shared[place :: len(ALTERNATIVES)]

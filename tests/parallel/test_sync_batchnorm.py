@@ -18,7 +18,7 @@ from tests.parallel.shared_ranks import on_ranks
 from tests.parallel.sync_batchnorm_cases import CASES, collectives_of, errors_on_rank, grid, torchs
 
 
-@on_ranks(1, 2, slow=(4,))
+@on_ranks(2, slow=(1, 4))
 def test_equals_batchnorm_on_the_whole_batch():
     wrong = []
     p = dist.get_world_size()
