@@ -3,7 +3,6 @@ named once."""
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -226,38 +225,6 @@ def test_environment_yml_is_in_step_with_pyproject():
     pip = next(entry["pip"] for entry in environment if isinstance(entry, dict))
     assert [entry for entry in pip if not entry.startswith("--")] == project["dependencies"]
     assert f"python{project['requires-python']}" in environment
-
-
-def test_make_lab_opens_the_project_with_its_commands_on_the_path_and_what_the_caller_adds(
-    tmp_path,
-):
-    commands = tmp_path / "venv" / "bin"
-    commands.mkdir(parents=True)
-    (commands / "python").touch()
-    (commands / "jupyter").write_text('#!/bin/sh\nprintf "%s\\n" "$PATH" "$@"\n')
-    (commands / "jupyter").chmod(0o755)
-    (commands.parent / "installed").touch()
-    # -o: as if installed just now
-    made = [
-        "make",
-        "-s",
-        "lab",
-        f"VENV={commands.parent}",
-        "-o",
-        str(commands.parent / "installed"),
-    ]
-    said = subprocess.check_output(
-        [*made, "ARGS=--port 9999 --no-browser"], cwd=ROOT, text=True
-    ).splitlines()
-    path = next(line for line in said if line.startswith(f"{commands}:"))
-    options = said[said.index(path) + 1 :]
-    assert f"--ServerApp.root_dir={ROOT}" in options
-    assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in options
-    assert options[-3:] == ["--port", "9999", "--no-browser"]
-    # not a login shell, which would set a path of its own
-    shell = os.environ.get("SHELL") or "sh"
-    assert f"--ServerApp.terminado_settings=shell_command=['{shell}']" in options
-    assert ("--allow-root" in options) == (os.getuid() == 0)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -42,16 +42,6 @@ def test_an_environment_is_made_once_and_again_where_it_was_moved(checkout):
     assert (moved / ".venv" / "installed").exists()  # a dry run takes nothing away
 
 
-def test_all_has_what_the_quick_tests_leave_out_and_help_lists_both(checkout):
-    assert '-m "not slow"' in _planned(checkout, "test")
-    everything = _planned(checkout, "test-all")
-    assert "-m pytest " in everything
-    assert "slow" not in everything
-    assert "ruff" in everything
-    listed = subprocess.check_output(["make", "-s", "help"], cwd=checkout, text=True)
-    assert {"test", "test-all"} < {line.split()[0] for line in listed.splitlines()}
-
-
 def test_the_oldest_versions_are_the_least_that_are_allowed():
     required = tomllib.loads((project.checkout() / "pyproject.toml").read_text())["project"][
         "dependencies"

@@ -192,15 +192,6 @@ def test_without_a_check_the_run_grades(home):
     assert found == [("Bo", "wrong", 1), ("Ann", "right", 0)]
 
 
-def test_a_student_whose_ratios_are_unlike_the_others_is_flagged(home):
-    for number, name in enumerate(("Ann", "Bo", "Cleo", "Dan")):
-        slower = 3.0 if name == "Dan" else 1.0
-        _hand_in(home, home / "class", name, minutes=number, slower=slower)
-    students = write_class_page(home / "class", home / "class.html").students
-    odd = [one.name for one in students if any("unlike" in flag.text for flag in one.flags)]
-    assert odd == ["Dan"]
-
-
 def _zip(path, name, folder="", **files):
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
@@ -456,8 +447,3 @@ def test_a_host_or_user_called_like_a_word_of_runs_changes_none(name, monkeypatc
     run = {"host": "cuda", "device": "cuda", "kind": name, "on": f"{name}@cuda"}
     expected = {"host": "host", "device": "cuda", "kind": name, "on": "user@host"}
     assert json.loads(scrub(json.dumps(run))) == expected
-
-
-def test_only_a_folder_with_hand_ins_holds_some(tmp_path):
-    assert not holds_hand_ins(str(tmp_path))
-    assert not holds_hand_ins("x" * 10_000)

@@ -244,25 +244,6 @@ def test_an_interval_is_drawn_around_its_own_column_alone(kind):
     assert interval_lines(draw_frame(kind(**BY_SIZE), by_time.data)) == 2
 
 
-@pytest.mark.parametrize("kind", [Lines, Bars])
-@pytest.mark.parametrize("hue", ["algorithm", "world_size"])
-def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(kind, hue):
-    plot = draw_frame(
-        kind(x="algorithm", y="seconds", hue=hue), FRAME.iloc[[2, 0]]
-    )  # torch, then ring
-    assert plot.svg
-    axis = plot.figure.axes[0]
-    assert texts(axis.get_xticklabels()) == ["torch", "ring"]
-    if kind is Bars:
-        assert heights(axis) == [1e-4, 2e-4]
-    else:
-        points = sorted(
-            tuple(line.get_xydata()[0]) for line in axis.get_lines() if line.get_marker() in "os"
-        )
-        assert [(round(x), y) for x, y in points] == [(0, 2e-4), (1, 1e-4)]
-        assert (points[0][0] == 0) == (hue == "algorithm")
-
-
 def look(plot, name):
     """Color and marker of a name in the legend."""
     (legend,) = plot.figure.legends
@@ -325,11 +306,6 @@ def test_a_reference_is_a_dashed_line_of_its_own_rows_or_one_across_each_bar():
     )
     (lines,) = [one for one in bars.figure.axes[0].collections if one.get_linestyle()[0][1]]
     assert sorted(line[0][1] for line in lines.get_segments()) == [1.5, 2.5, 11.0, 19.0]
-
-
-def test_lines_over_a_single_number_are_dots_over_names():
-    axis = draw(FRAME[FRAME["n_bytes"] == 1024]).figure.axes[0]
-    assert texts(axis.get_xticklabels()) == ["torch", "ring"]
 
 
 def test_a_metric_at_one_x_has_its_alternatives_there():

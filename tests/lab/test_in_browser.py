@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from labkit.lab.compare import compare_runs, write_comparison
 from labkit.lab.pages import cards
@@ -29,6 +30,7 @@ def test_every_algorithm_and_a_readers_own_are_recorded_for_every_number_of_rank
     assert len(schedules["ring"]["3"]["messages"]) == 12
 
 
+@pytest.mark.slow
 def test_the_stepper_is_used_by_keyboard_alone(tmp_path, visit):
     steps = stepper(world_sizes=[3, 4])
     title = "<title>stepper</title>"
@@ -87,6 +89,7 @@ def test_folded_tables_are_printed_whole_however_long_and_wide_they_are(tmp_path
     assert page.locator("details[open]").count() == 0
 
 
+@pytest.mark.slow
 def test_a_page_that_is_dark_on_the_screen_is_printed_in_the_colors_of_a_light_one(tmp_path, visit):
     page_file = write_page(tmp_path, piece=cards.render_source(ALGORITHMS["ring"]))
     pages = [visit(page_file, scheme)[0] for scheme in ("light", "dark")]

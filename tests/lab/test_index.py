@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import nbformat
 import pytest
 
-from labkit.lab.answers import TOPICS, Question
+from labkit.lab.answers import Question
 from labkit.lab.facts import Answer, Comparison, Counts, Finding
 from labkit.lab.pages.html import with_nonbreaking_units
 from labkit.lab.pages.index import write_index
@@ -191,23 +191,6 @@ def test_a_failed_lab_a_failed_point_and_another_format_are_named_and_end_nothin
 def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
     assert "Still being measured" in write_index([FAKE], tmp_path, to_come=[FAKE]).read_text()
     assert "Still being measured" not in index(tmp_path)
-
-
-def test_the_index_of_all_labs_stays_short(tmp_path):
-    """Five answers per lab of fifteen words each, and advice on every topic."""
-    advice = "word " * 12 + "end."
-    labs = []
-    for number, topic in enumerate(list(TOPICS)[:11]):
-        name = f"lab{number}"
-        questions = [answer("word " * 8 + f"q{one}") for one in range(4)]
-        questions.append(answer("gain", topic=topic, advice=advice, ratio=0.4))
-        labs.append(replace(FAKE, name=name, questions=questions))
-        rows = [COMBINED] if number == 0 else []
-        record = PageRecord(lab=name, run=str(write_run(tmp_path, lab=name, rows=rows)))
-        (tmp_path / f"{name}.json").write_text(record.model_dump_json())
-    html = write_index(labs, tmp_path).read_text()
-    text = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.DOTALL)
-    assert len(text.split()) <= MAX_WORDS
 
 
 def write_page(folder, *, piece=None):

@@ -38,13 +38,6 @@ CELL = 'profile = "quick"\nrepeats = None\nconfig = {}'
 OPEN = "lab = open_lab(study, profile=profile, repeats=repeats, config=config)"
 
 
-def test_parameters_replace_what_the_profile_says_and_none_leaves_it():
-    lab = open_lab(STUDY, profile="smoke", repeats=7, dtype=None, config={"seed": 3})
-    assert (lab.parameters.profile, lab.config.repeats, lab.config.seed) == ("smoke", 7, 3)
-    assert lab.config.dtype == STUDY.profiles["smoke"].dtype
-    assert open_lab(STUDY, config=None).config == STUDY.profiles["quick"]
-
-
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [

@@ -91,6 +91,7 @@ def test_the_output_may_be_changed_in_place() -> None:
     assert_output_may_change(TiledAttention.apply, "cpu")
 
 
+@pytest.mark.slow
 def test_torch_compile_makes_one_graph_even_of_changes_in_place() -> None:
     compiled = torch.compile(
         lambda *x: TiledAttention.apply(*x).mul_(2), backend="aot_eager", fullgraph=True

@@ -123,41 +123,6 @@ def test_a_model_that_is_counted_at_two_lengths_has_a_panel_for_each():
     assert draw(figure, replace(results, frame=frame)).data["model"].nunique() == 2
 
 
-def test_a_wrapper_is_compared_by_whole_steps_and_named():
-    """Backward alone promised 15 to 24% where a step gains 10 to 18%."""
-    run = recorded("data_parallel")
-    said = answers(run)
-    steps = defaultdict(lambda: defaultdict(list))
-    for row in run.rows:
-        values = run.header.planned[row.point] | row.values
-        if values["sweep"] == "wrappers" and values.get("phase") in PHASES:
-            steps[values["workload"], values["implementation"]][row.rank].append(values["seconds"])
-    times = {}
-    for key, ranks in steps.items():
-        by_rank = [[*map(sum, zip(*parts, strict=True))] for parts in ranks.values()]
-        times[key] = [*map(max, zip(*by_rank, strict=True))]
-    for row in said["fastest"].table.to_dict("records"):
-        one = times[row["workload"], row["implementation"]]
-        torchs = times[row["workload"], "torch"]
-        pairs = zip(one, torchs, strict=True)
-        assert row["ratio"] == pytest.approx(median(a / b for a, b in pairs), rel=0.05)
-    assert said["communication"].values["implementation"] == "BucketedDDP"
-
-
-def test_the_largest_sharded_model_stands_next_to_the_unsharded_one_with_its_batch():
-    said = answers(recorded("sharding"))["largest_model"]
-    ranks = said.table["world_size"] == said.values["world_size"]
-    (unsharded,) = said.table[ranks & (said.table["implementation"] == "DDP")]["model"]
-    assert said.values["with_ddp"] == unsharded
-    assert {"batch", "context_length"} <= {name for name, _ in said.scope}
-
-
-def test_batch_norm_over_all_ranks_is_not_recommended_for_a_loss_alone_and_has_its_price():
-    said = answers(recorded("cifar100"))
-    assert said["sync_batchnorm"].advice is None
-    assert said["sync_batchnorm_time"].direction == "worse"
-
-
 def test_a_pair_is_measured_in_one_sweep_of_a_page():
     """In two, the same ratio was 0.849 and 0.690."""
     lab = load_lab("all_reduce")
