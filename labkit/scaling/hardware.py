@@ -72,66 +72,48 @@ class Hardware:
 HARDWARE: Mapping[str, Hardware] = {
     row["name"]: validate(Hardware, row) for row in read_table("hardware")
 }
-_BY_NAME = {declared.lower(): card for declared, card in HARDWARE.items()}
+# What makers, product lines and `nvidia-smi` add to a name that says nothing more of the GPU: among
+# them the generation of its memory, and the CPU's memory of a GH200.
+_NOISE = re.compile(
+    r"nvidia|amd|geforce|quadro|tesla|instinct|generation|edition|server|workstation|ws|oam"
+    r"|hbm\d\w?|480gb"
+)
+# Words that several GPUs share, so that they name none alone.
+_SHARED = re.compile(r"|\d*gb|sxm|pcie|nvl")
 
 
 @cache
 def find_hardware(name: str) -> Hardware:
-    """Find a declared GPU by its name, a shorter one, or as `nvidia-smi` prints it.
+    """Find a declared GPU by its name, a part of it, or as `nvidia-smi` prints it.
 
-    A shorter name is the first declared GPU that begins with it. A name may have another memory,
-    `B200-192GB`. ValueError for others, which have no declared peak.
+    It is the first declared one that has all words of the name, in any order. A name may have
+    another memory, `B200-192GB`. ValueError for others, which have no declared peak.
     """
-    words = _normalize(name)
-    # A declared name may have words that `_normalize` drops.
-    for spelling in (words, name.lower()):
-        if spelling in _BY_NAME:
-            return _BY_NAME[spelling]
-    memory = re.search(r"-(\d+)gb$", words)
-    stem = words[: memory.start()] if memory else words
-    # "4090" is an RTX 4090.
-    beginnings = (f"{stem}-", f"rtx-{stem}-")
-    family = [card for known, card in _BY_NAME.items() if known.startswith(beginnings)]
-    if not family:
-        raise ValueError(f"unknown GPU {name[:60]!r}; {_nearest_names(words)}")
-    if memory is None:
-        return family[0]
-    size = float(memory[1])
-    nearest = min(family, key=lambda card: abs(card.memory_gib - size))
-    if size == nearest.memory_gib:
-        return nearest
+    words = _words(name)
+    sizes = [float(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
+    alike = [card for card in HARDWARE.values() if words <= _words(card.name)]
+    if sizes and not alike:
+        others = {word for word in words if not re.fullmatch(r"\d+gb", word)}
+        alike = [card for card in HARDWARE.values() if others <= _words(card.name)]
+        alike.sort(key=lambda card: abs(card.memory_gib - sizes[0]))
+    if not alike or all(map(_SHARED.fullmatch, words)):
+        near = difflib.get_close_matches(name.lower(), map(str.lower, HARDWARE), n=3, cutoff=0.4)
+        hint = "declared are"
+        if near:
+            hint = "the nearest declared are"
+        names = [card for card in HARDWARE if not near or card.lower() in near]
+        raise ValueError(f"unknown GPU {name[:60]!r}; {hint} {', '.join(names)}")
+    card = alike[0]
+    if not sizes or words <= _words(card.name):
+        return card
     # With more than twice the memory, or less than half, it is another GPU.
-    if not 0.5 <= size / nearest.memory_gib <= 2:
-        raise ValueError(f"unknown GPU {name[:60]!r}: {nearest.name} is the nearest declared")
-    return replace(nearest, name=name, memory_gib=size)
+    if not 0.5 <= sizes[0] / card.memory_gib <= 2:
+        raise ValueError(f"unknown GPU {name[:60]!r}: {card.name} is the nearest declared")
+    return replace(card, name=name, memory_gib=sizes[0])
 
 
-def _nearest_names(words: str) -> str:
-    near = difflib.get_close_matches(words, _BY_NAME, n=3, cutoff=0.4)
-    if near:
-        return f"the nearest declared are {', '.join(_BY_NAME[one].name for one in near)}"
-    return f"declared are {', '.join(HARDWARE)}"
-
-
-def _normalize(name: str) -> str:
-    """Return a GPU's name in lower case with hyphens.
-
-    `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` become this project's spelling.
-    """
-    words = re.sub(r"[\s_]+", "-", name.lower())
-    # Makers and product lines, which not everybody writes.
-    words = re.sub(
-        r"nvidia|amd|geforce|quadro|tesla|instinct|(server|workstation)-edition|-generation",
-        "",
-        words,
-    )
-    # The generation of a socket or of memory says nothing that the GPU's name does not.
-    words = re.sub(r"sxm\d", "sxm", words)
-    words = re.sub(r"-(hbm\d\w?|oam|server|ws)(?=-|$)", "", words)
-    words = words.replace("gh200-480gb", "gh200")  # the CPU's memory
-    words = re.sub(r"-+", "-", words).strip("-")
-    # `nvidia-smi` has the memory before the form, tables have it behind.
-    memory_first = re.fullmatch(r"(.+)-(\d+gb)-(pcie|sxm)", words)
-    if memory_first is not None:
-        words = f"{memory_first[1]}-{memory_first[3]}-{memory_first[2]}"
-    return words
+@cache
+def _words(name: str) -> frozenset[str]:
+    """Return the words of a GPU's name that say which one it is; SXM4 is SXM."""
+    words = re.split(r"[\s_-]+", re.sub(r"sxm\d", "sxm", name.lower()))
+    return frozenset(word for word in words if word and not _NOISE.fullmatch(word))
