@@ -10,7 +10,6 @@ sequences.
 import difflib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,6 @@ Numbers = NDArray[np.float64]
 # What makers add to a name, once punctuation is gone, without changing a model's sizes.
 _ENDINGS = re.compile(r"(instruct|chat|base|hf|it|pt|v\d+(\.\d+)?|\d{4})$")
 
-MAX_BYTES = 2**20
 # Field -> its names in a `config.json`.
 _SIZES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -74,16 +72,11 @@ class Model:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for size in ("layers", "hidden", "heads", "vocab"):
-            if getattr(self, size) < 1:
-                raise ValueError(f"expected {size} of 1 or more, got {getattr(self, size)}")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
                 f"expected hidden to be a multiple of heads, got {self.hidden} and {self.heads}"
             )
-        if min(self.ffn, self.kv_heads, self.head_dim) < 0 or (
-            self.kv_heads and self.heads % self.kv_heads
-        ):
+        if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(
                 f"expected heads to be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
             )
@@ -138,32 +131,28 @@ def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False
     return sequences * seq_len * (6 * matrices + attention)
 
 
-def _read_models() -> tuple[dict[str, Model], dict[str, Model]]:
-    """Return the published models and labkit's by name, and by letters of names and aliases."""
-    rows = read_table("models")
-    models = {row["name"]: validate(Model, row) for row in rows}
-    for name, shape in SIZES.items():
-        models[name] = Model(
-            layers=shape.n_layers,
-            hidden=shape.d_model,
-            heads=shape.n_heads,
-            ffn=shape.d_ff,
-            vocab=shape.vocabulary,
-            name=name,
-        )
-    aliases = {
-        alias: models[row["name"]] for row in rows for alias in row.get("aliases", "").split()
-    }
-    return models, {_letters(name): model for name, model in (models | aliases).items()}
-
-
 def _letters(name: str) -> str:
     """Return letters and digits alone, in lower case; points between digits stay."""
     # llama-3.1-8b is not llama-31-8b; people write all else as they like.
     return re.sub(r"[^a-z0-9.]|(?<!\d)\.|\.(?!\d)", "", name.lower())
 
 
-NAMED, _BY_LETTERS = _read_models()
+_ROWS = read_table("models")
+# The published models and labkit's.
+NAMED = {row["name"]: validate(Model, row) for row in _ROWS} | {
+    name: Model(
+        layers=shape.n_layers,
+        hidden=shape.d_model,
+        heads=shape.n_heads,
+        ffn=shape.d_ff,
+        vocab=shape.vocabulary,
+        name=name,
+    )
+    for name, shape in SIZES.items()
+}
+_BY_LETTERS = {_letters(name): model for name, model in NAMED.items()} | {
+    _letters(alias): NAMED[row["name"]] for row in _ROWS for alias in row.get("aliases", "").split()
+}
 
 
 def find_model(name: str) -> Model:
@@ -176,23 +165,25 @@ def find_model(name: str) -> Model:
     """
     stated = name.strip().rpartition("/")[2].lower()
     words = _letters(stated)
-    # One ending at a time, since names have several: -instruct-hf, -v0.3-chat.
-    while words:
-        if words in _BY_LETTERS:
-            return _BY_LETTERS[words]
+    while words not in _BY_LETTERS:
+        # One ending at a time, since names have several: -instruct-hf, -v0.3-chat.
         shorter = _ENDINGS.sub("", words)
         if shorter == words:
-            break
+            raise ValueError(f"unknown model {name[:60]!r}{_hint(stated)}")
         words = shorter
+    return _BY_LETTERS[words]
+
+
+def _hint(stated: str) -> str:
+    """Return which models are nearest to one that nobody knows."""
     # Models with a similar name are dense, and nobody meant those.
-    if _MIXTURE.search(name):
-        raise ValueError(f"unknown model {name[:60]!r}: {NO_MIXTURES}")
-    near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
+    if _MIXTURE.search(stated):
+        return f": {NO_MIXTURES}"
+    near = [model for model in NAMED if model.lower().endswith(f"-{stated}")]
     near = near or difflib.get_close_matches(stated[:60], NAMED, n=3, cutoff=0.5)
-    hint = f"there are {', '.join(NAMED)}, or a config.json"
     if near:
-        hint = f"did you mean {', '.join(near)}?"
-    raise ValueError(f"unknown model {name[:60]!r}; {hint}")
+        return f"; did you mean {', '.join(near)}?"
+    return f"; there are {', '.join(NAMED)}, or a config.json"
 
 
 def read_model(path: Path) -> Model:
@@ -205,99 +196,50 @@ def read_model(path: Path) -> Model:
         # Not a device or a pipe, which may never end.
         if not path.is_file():
             raise ValueError("there is no such file")
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError("it is larger than 1 MiB")
-        config = _parse_config(path.read_text("utf-8-sig"))
+        config = json.loads(path.read_text("utf-8-sig"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a {type(config).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
     # Downloaded configs are all called so: the model's name is that of the folder.
-    name = path.stem
-    if path.name == "config.json":
-        name = _folder_name(path.absolute().parent)
+    name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    # A terminal or a page would take other characters for a command.
+    name = re.sub(r"[^\w .-]", "", name)[:40] or "this model"
     try:
         return _read_config(config, name)
     except ValueError as error:
         raise ValueError(f"{str(path)[-80:]}: {error}") from None
 
 
-def _read_config(config: dict[str, Any], name: str) -> Model:
+def _read_config(config: dict[str, Any], name: str, where: str = "") -> Model:
     """Return the model that a config describes, or its language model if it is multimodal."""
-    where = ""
-    is_mixture = any(key in config for key in _PER_TOKEN)
-    # The language model may lie two levels deep.
-    while True:
-        key = next((one for one in _LANGUAGE_MODEL if isinstance(config.get(one), dict)), None)
-        if key is None:
-            break
-        # The outer part may say whether the inner one's embeddings are tied.
-        config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config[key]}
-        is_mixture |= any(one in config for one in _PER_TOKEN)
-        where = f" under `{key}`"
-    if is_mixture:
+    if any(key in config for key in _PER_TOKEN):
         raise ValueError(NO_MIXTURES)
-    if config.get("model_type") is None:
-        raise ValueError(f"expected a model_type{where}, such as 'llama'; there is none")
-    kind = str(config["model_type"])
+    for key in _LANGUAGE_MODEL:
+        if isinstance(config.get(key), dict):
+            # The outer part may say whether the inner one's embeddings are tied.
+            inner = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config[key]}
+            return _read_config(inner, name, f" under `{key}`")
+    kind = str(config.get("model_type", ""))
     if kind not in _TYPES:
         near = difflib.get_close_matches(kind, _TYPES) or ["llama", "qwen3", "gpt2"]
         raise ValueError(
             f"expected a model_type{where} whose sizes are known, such as {', '.join(near)}; got"
             f" {kind[:40]!r}"
         )
-    try:
-        return _model(config, kind, name)
-    except ValueError as error:
-        raise ValueError(f"{error}{where}") from None
-
-
-def _parse_config(text: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    ValueError for a name that occurs twice, and for what a download may leave instead of the file.
-    """
-    if text.startswith("version https://git-lfs"):
-        raise ValueError("it is a Git LFS pointer; `git lfs pull` fetches the file")
-    if text.lstrip().startswith("<"):
-        raise ValueError("it is an HTML page, as of a sign-in or an error")
-
-    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name occurs twice in it")
-        return dict(pairs)
-
-    config = json.loads(text, object_pairs_hook=read_object)
-    if not isinstance(config, dict):
-        raise ValueError(f"expected an object, it is a {type(config).__name__}")
-    return config
-
-
-def _folder_name(folder: Path) -> str:
-    """Return the folder's name, or the model's in Hugging Face's cache.
-
-    There it is `models--OWNER--NAME/snapshots/HASH`.
-    """
-    if folder.parent.name == "snapshots" and "--" in folder.parents[1].name:
-        folder = folder.parents[1]
-    return folder.name.rpartition("--")[2]
-
-
-def _model(config: Mapping[str, Any], kind: str, name: str) -> Model:
     # Without any of its names, a size is missed under the first one.
     keys = {
         size: next((key for key in names if key in config), names[0])
         for size, names in _SIZES.items()
     }
-    values = {size: config.get(key) for size, key in keys.items()}
-    # MPT has a ratio in the place of a width.
-    if kind == "mpt" and all(type(config.get(k)) is int for k in ("d_model", "expansion_ratio")):
-        values["ffn"] = config["d_model"] * config["expansion_ratio"]
     tie = config.get("tie_word_embeddings")
-    # A terminal or a page would take other characters for a command.
-    letters = "".join(letter for letter in name if letter.isalnum() or letter in " .-_")
-    values |= {
+    values = {size: config.get(key) for size, key in keys.items()} | {
         "ffn_gated": _TYPES[kind]["ffn_gated"] == "1",
         "tied": _TYPES[kind]["tied"] == "1" if tie is None else tie,
-        "name": letters[:40] or "this model",
+        "name": name,
     }
-    return validate(Model, values, keys=keys | {"tied": "tie_word_embeddings"})
+    try:
+        return validate(Model, values, keys=keys | {"tied": "tie_word_embeddings"})
+    except ValueError as error:
+        raise ValueError(f"{error}{where}") from None

@@ -11,7 +11,7 @@ import pytest
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.scaling import DATA
 from labkit.scaling.hardware import HARDWARE, find_hardware
-from labkit.scaling.models import MAX_BYTES, NAMED, find_model, read_model
+from labkit.scaling.models import NAMED, find_model, read_model
 from labkit.scaling.predicted_table import COLUMNS, predict_rows, write_rows
 from labkit.scaling.table import read_rows
 
@@ -351,15 +351,10 @@ def test_other_configs(tmp_path):
     model = read_model(_config(tmp_path, GPT2))
     assert (model.ffn, model.ffn_gated, model.tied, model.kv_heads) == (3072, False, True, 12)
     assert read_model(_config(tmp_path, LLAMA | {"head_dim": 64})).head_dim == 64
-    mpt = {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432}
-    assert [
-        read_model(_config(tmp_path, mpt | ratio)).ffn for ratio in ({}, {"expansion_ratio": 2})
-    ] == [16384, 8192]
-    snapshot = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "1a2b"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "blobs").mkdir()
-    (snapshot / "config.json").symlink_to(_config(tmp_path / "blobs", LLAMA))
-    assert read_model(snapshot).name == "Llama-3-8B"
+    folder = tmp_path / "Llama-3-8B"
+    folder.mkdir()
+    _config(folder, LLAMA)
+    assert read_model(folder).name == "Llama-3-8B"
 
 
 HOSTILE = {
@@ -373,7 +368,6 @@ HOSTILE = {
         b'{"model_type": "llama", "hidden_size": ' + b"9" * 10**6 + b"}"
     ),
     "zero": LLAMA | {"vocab_size": 0},
-    "a name twice": json.dumps(LLAMA).replace("{", '{"hidden_size": 1024, ').encode(),
     "enormous": LLAMA | {"hidden_size": 10**12},
     "heads that do not divide": LLAMA | {"num_attention_heads": 33},
     "another type of flag": LLAMA | {"tie_word_embeddings": "no"},
@@ -381,7 +375,7 @@ HOSTILE = {
     "nested": b"[" * 500_000,
     "empty": b"",
     "not utf-8": b"\xff\xfe\x00{",
-    "huge": b" " * (MAX_BYTES + 1),
+    "a page": b"<!DOCTYPE html><title>Sign in</title>",
 }
 
 
@@ -413,7 +407,7 @@ def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
     unknown = {"model_type": "x", "text_config": {"model_type": "mllama_text_model"}}
     with pytest.raises(ValueError, match=r"`text_config`.*got 'mllama_text_model'"):
         read_model(_config(tmp_path, unknown))
-    with pytest.raises(ValueError, match=r"model_type under `text_config`.* there is none"):
+    with pytest.raises(ValueError, match=r"model_type under `text_config`.* got ''"):
         read_model(_config(tmp_path, {"model_type": "x", "text_config": {"num_layers": 2}}))
     mixture = {"model_type": "llama4_text", "num_experts_per_tok": 1}
     with pytest.raises(ValueError, match="mixture of experts"):
@@ -428,19 +422,6 @@ def test_a_config_of_any_name_is_named_by_its_file(tmp_path):
         path.write_text(json.dumps(config))
         with pytest.raises(ValueError, match=re.escape(f"{str(path)[-80:]}: ")):
             read_model(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (b"<!DOCTYPE html><title>Sign in</title>", "HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
-        (b"[1, 2]", "a list"),
-    ],
-)
-def test_what_a_download_leaves_instead_of_a_config_is_named(content, kind, tmp_path):
-    with pytest.raises(ValueError, match=kind):
-        read_model(_config(tmp_path, content))
 
 
 def test_a_device_is_no_config(tmp_path):
