@@ -201,14 +201,9 @@ def _causes(
             request,
             replace(layout, recompute="full"),
         )
-    slow = replace(hardware, peak_tflops=hardware.peak_tflops / FLOAT32_SLOWER)
-    float32 = cause(
-        "matmuls in float32, no tensor cores",
-        "labkit report precision",
-        replace(request, hardware=slow),
-    )
-    # Predicted relative to the slower peak: MFU is relative to the GPU's own.
-    yield replace(float32, mfu=float32.mfu / FLOAT32_SLOWER)
+    slow = replace(hardware, matmul_tflops=hardware.matmul_tflops / FLOAT32_SLOWER)
+    float32 = replace(request, hardware=slow)
+    yield cause("matmuls in float32, no tensor cores", "labkit report precision", float32)
     constants = request.constants.with_profile(
         "unfused", request.framework, {"unfused_attention": 1.0}
     )
