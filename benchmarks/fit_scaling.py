@@ -304,9 +304,7 @@ def score_layouts(published: Runs) -> pd.DataFrame:
     columns = {
         "arrangement": [run.layout.arrangement for run in published.origin],
         "measured": np.where(published.status == "ok", published.step_s, np.inf),
-        "preference": preference_s(
-            replace(predictions, columns={**predictions.columns, "step_s": step_s})
-        ),
+        "preference": preference_s(replace(predictions, step_s=step_s)),
         "is_too_large": ~predictions.may_fit,
         "model_ranks": published.tp * published.pp,
         "batches": -published.micro_batch,

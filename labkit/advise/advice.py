@@ -9,6 +9,7 @@ import numpy as np
 
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import Prediction
+from labkit.scaling.published import Neighbor, nearest
 from labkit.scaling.runs import SHARDS, Layout
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
 
@@ -50,16 +51,17 @@ class Advice:
     """The best layout of each other strategy, or the one with the least memory if none fits."""
     changes: Sequence[Change]
     """What would make room if memory is short, then variations of the request if it fits."""
+    neighbors: Sequence[Neighbor]
+    """The published runs nearest to the first layout."""
 
     @property
     def remedy(self) -> str | None:
         """The first change that makes the training fit, with room to spare if one does."""
         if self.first.has_room:
             return None
-        fitting = [change for change in self.changes if change.prediction]
         # The order of the changes stays among those with room, and among the others.
-        fitting.sort(key=lambda change: not change.has_room)
-        return fitting[0].name if fitting else None
+        changes = sorted(self.changes, key=lambda change: not change.has_room)
+        return next((change.name for change in changes if change.prediction), None)
 
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
@@ -90,10 +92,11 @@ def advise(request: Request) -> Advice:
     best = ranking.proposed()
     first = ranking.first()
     changes = [] if first.has_room else list(_remedies(request, ranking))
-    if not best:
-        return Advice(request, best, first, [], changes)
-    changes += [_answer(name, changed) for name, changed in _variations(request)]
-    return Advice(request, best, first, _other_strategies(ranking, best), changes)
+    others = []
+    if best:
+        others = _other_strategies(ranking, best)
+        changes += [_answer(name, changed) for name, changed in _variations(request)]
+    return Advice(request, best, first, others, changes, nearest(request.run(first.layout)))
 
 
 def strategy(layout: Layout) -> str:
@@ -127,50 +130,17 @@ def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
         ranking = rank(request)
     except ValueError:
         return Change(name, request, None)
-    rows = ranking.order
-    if with_room:
-        rows = [row for row in rows if ranking.predictions.has_room[row]] or rows
-    if not rows:
-        return Change(name, request, None)
-    return Change(name, request, ranking.predictions.prediction(rows[0]))
+    rows = ranking.with_room if with_room and ranking.with_room else ranking.order
+    best = ranking.predictions.some(rows[:1])
+    return Change(name, request, best[0] if best else None)
 
 
 def _remedies(request: Request, ranking: Ranking) -> Iterator[Change]:
     """Yield of each kind of change the first that leaves room to spare, else its last."""
-    fixed = request.fixed
-    predictions = ranking.predictions
     # A layout with less memory may be slower, which is why it was not the best.
-    with_room = [row for row in ranking.order if predictions.has_room[row]]
-    if with_room:
-        lean = predictions.prediction(with_room[0])
+    for lean in ranking.predictions.some(ranking.with_room[:1]):
         yield Change("a layout that needs less memory", request, lean)
-
-    def without(name: str) -> dict[str, Any]:
-        return {other: value for other, value in fixed.items() if other != name}
-
-    # Cheap changes come before rented GPUs: the first one that fits is the remedy.
-    kinds: list[list[tuple[str, Request]]] = []
-    for name, value in fixed.items():
-        title = f"not {name.replace('_', '-')} {value}"
-        kinds.append([(title, replace(request, fixed=without(name)))])
-    more = [factor * request.gpus for factor in GPU_FACTORS]
-    kinds.append([(f"{n} GPUs", replace(request, fixed=without("dp"), gpus=n)) for n in more])
-    # The nodes and their network stay: only their GPUs change.
-    present = request.hardware
-    cards = [
-        HARDWARE[name].with_network(
-            network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node
-        )
-        for name in LARGER
-        if HARDWARE[name].memory_gib > present.memory_gib
-    ]
-    kinds.append([(f"{request.gpus} x {c.name}", replace(request, hardware=c)) for c in cards])
-    if request.seq_len % 2 == 0:
-        # Twice as many sequences: the tokens per step, which the training depends on, stay.
-        half = request.seq_len // 2
-        shorter = replace(request, seq_len=half, global_batch=2 * request.global_batch)
-        kinds.append([(f"sequences of {half}", shorter)])
-    for kind in kinds:
+    for kind in _larger(request):
         change = None
         for name, changed in kind:
             change = _answer(name, changed, with_room=True)
@@ -178,6 +148,37 @@ def _remedies(request: Request, ranking: Ranking) -> Iterator[Change]:
                 break
         if change is not None and change.prediction is not None:
             yield change
+
+
+def _larger(request: Request) -> Iterator[list[tuple[str, Request]]]:
+    """Yield kinds of changes that may make room, each in steps; cheap ones come first.
+
+    The first one that fits is the remedy, and GPUs have to be rented.
+    """
+    hardware = request.hardware
+
+    def without(name: str) -> dict[str, Any]:
+        return {other: value for other, value in request.fixed.items() if other != name}
+
+    for name, value in request.fixed.items():
+        title = f"not {name.replace('_', '-')} {value}"
+        yield [(title, replace(request, fixed=without(name)))]
+    more = [factor * request.gpus for factor in GPU_FACTORS]
+    yield [(f"{n} GPUs", replace(request, fixed=without("dp"), gpus=n)) for n in more]
+    # The nodes and their network stay: only their GPUs change.
+    cards = [
+        HARDWARE[name].with_network(
+            network_gbps=hardware.network_gbps, gpus_per_node=hardware.gpus_per_node
+        )
+        for name in LARGER
+        if HARDWARE[name].memory_gib > hardware.memory_gib
+    ]
+    yield [(f"{request.gpus} x {card.name}", replace(request, hardware=card)) for card in cards]
+    if request.seq_len % 2 == 0:
+        # Twice as many sequences: the tokens per step, which the training depends on, stay.
+        half = request.seq_len // 2
+        shorter = replace(request, seq_len=half, global_batch=2 * request.global_batch)
+        yield [(f"sequences of {half}", shorter)]
 
 
 def _variations(request: Request) -> Iterator[tuple[str, Request]]:

@@ -1,6 +1,5 @@
 """The command `labkit advise`: its options, and the answer on a screen."""
 
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +9,6 @@ from labkit.lab.commands.console import number, print_json
 from labkit.lab.config import ParameterError
 
 if TYPE_CHECKING:
-    from labkit.advise.text import Report
     from labkit.scaling.prediction import Prediction
 
 
@@ -88,39 +86,33 @@ def advise(
         if apply:
             lines = [_apply(options, explain)]
         else:
-            report, predictions = _advise(options, explain)
-            lines = [*report.lines()]
+            lines, predictions = _advise(options, explain)
     except (ValueError, OSError) as error:
         raise ParameterError(str(error)) from None
     if as_json:
-        print_json("advise", prediction_numbers(predictions), answer=lines)
+        print_json("advise", map(prediction_number, predictions), answer=lines)
     else:
         print("\n".join(lines))
 
 
-def _advise(options: Options, explain: bool) -> tuple["Report", list["Prediction"]]:
+def _advise(options: Options, explain: bool) -> tuple[list[str], list["Prediction"]]:
     """Return the answer and the layouts whose numbers JSON has. ValueError for bad options."""
     from labkit.advise.advice import advise as find_advice
     from labkit.advise.explain import explain as diagnose
     from labkit.advise.report import report_advice, report_diagnosis
-    from labkit.scaling.published import nearest
 
-    if explain != bool(options.named("tokens_per_second", "mfu")):
+    if len(options.named("tokens_per_second", "mfu")) != explain:
         raise ValueError(
-            "expected --tokens-per-second or --mfu (in percent) with --explain, and only with it"
+            "expected --explain with one of --tokens-per-second and --mfu (in percent), and these"
+            " only with it"
         )
     question = make_request(options)
-    request = question.request
     if explain:
-        mfu = None if options.mfu is None else options.mfu / 100
-        speed = options.tokens_per_second
-        unset = question.unspecified
-        diagnosis = diagnose(request, tokens_per_s=speed, mfu=mfu, unspecified=unset)
-        return report_diagnosis(question, diagnosis), [diagnosis.expected]
-    best = find_advice(request)
-    report = report_advice(question, best, nearest(request.run(best.first.layout)))
+        diagnosis = diagnose(question)
+        return [*report_diagnosis(question, diagnosis)], [diagnosis.expected]
+    best = find_advice(question.request)
     # JSON has numbers also where nothing fits: how much memory the leanest layout needs.
-    return report, list(best.best or [best.first])
+    return [*report_advice(question, best)], list(best.best or [best.first])
 
 
 def _apply(options: Options, explain: bool) -> str:
@@ -137,16 +129,17 @@ def _apply(options: Options, explain: bool) -> str:
     return recommended_code(options.model, options.sequence)
 
 
-def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str, Any]]:
-    """Yield the step time of each layout as JSON has it, with memory and MFU."""
-    for one in predictions:
-        low, high = one.interval_90
-        facts: dict[str, Any] = {
-            "peak_gib": one.peak_gib,
-            "mfu": one.mfu,
-            "out_of_memory": one.out_of_memory,
-        }
-        validity = "; ".join(one.warnings) or "ok"
-        yield number(
-            str(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts
-        )
+def prediction_number(one: "Prediction") -> dict[str, Any]:
+    """Return the step time of a layout as JSON has it, with memory and MFU."""
+    low, high = one.interval_90
+    return number(
+        str(one.layout),
+        one.step_s,
+        "s",
+        low=low,
+        high=high,
+        validity="; ".join(one.warnings) or "ok",
+        peak_gib=one.peak_gib,
+        mfu=one.mfu,
+        out_of_memory=one.out_of_memory,
+    )

@@ -3,9 +3,10 @@
 The causes are those that public threads name most.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from labkit.advise.request import Options, Question
 from labkit.scaling.intervals import peak_s
 from labkit.scaling.models import step_flops
 from labkit.scaling.prediction import Prediction, predict
@@ -13,9 +14,6 @@ from labkit.scaling.published import Neighbor, nearest
 from labkit.scaling.runs import Layout, Runs
 from labkit.scaling.search import Request, rank
 
-# A reported MFU is rounded, and FLOPs are counted in slightly different ways: within this share it
-# is the computed one.
-SAME = 0.1
 # bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100.
 FLOAT32_SLOWER = 16.0
 PCIE_GB_S = 25.0
@@ -49,9 +47,6 @@ class Diagnosis:
     step_s: float
     mfu: float
     """Measured, by labkit's convention."""
-    conventions: Mapping[str, float]
-    """Ways to count MFU, labkit's first, and this throughput by each."""
-    reported_mfu: float | None
     neighbors: Sequence[Neighbor]
     """The nearest published runs."""
     other_layout: Prediction | None
@@ -77,15 +72,6 @@ class Diagnosis:
         least = self.neighbor_mfu[0] if self.neighbor_mfu else 0.0
         return self.step_s > self.expected.interval_90[1] or self.mfu < BELOW * least
 
-    @property
-    def convention(self) -> str | None:
-        """The convention that gives the reported MFU; None if none does or none was reported."""
-        reported = self.reported_mfu
-        if reported is None:
-            return None
-        name, mfu = min(self.conventions.items(), key=lambda item: abs(item[1] / reported - 1))
-        return name if abs(mfu / reported - 1) <= SAME else None
-
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
         # At its worst the step would take as long as it did, or longer.
@@ -95,36 +81,31 @@ class Diagnosis:
         return max((1 / cause.mfu - 1 / usual) / (1 / self.mfu - 1 / usual), 0.0)
 
 
-def explain(
-    request: Request,
-    *,
-    tokens_per_s: float | None = None,
-    mfu: float | None = None,
-    unspecified: Collection[str] = (),
-) -> Diagnosis:
-    """Diagnose a throughput, or an MFU by labkit's convention. ValueError if both are missing."""
-    if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
-        raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
+def explain(question: Question) -> Diagnosis:
+    """Diagnose the tokens per second, or the MFU by labkit's convention, that were measured."""
+    request = question.request
+    options = question.options
     # Expected is what the declared network allows: a slow one that was measured is a cause.
     unmeasured = replace(request, hardware=replace(request.hardware, bus_gb_s=0.0))
     expected = rank(unmeasured).first()
-    if tokens_per_s:
-        step_s = request.tokens / tokens_per_s
+    if options.tokens_per_second:
+        step_s = request.tokens / options.tokens_per_second
     else:
-        step_s = expected.step_s * expected.mfu / (mfu or 1.0)
+        step_s = expected.step_s * 100 * expected.mfu / (options.mfu or 100.0)
     measured = expected.mfu * expected.step_s / step_s
-    conventions = _conventions(request, expected.layout, measured)
-    reported = mfu if tokens_per_s else None
-    neighbors = nearest(request.run(expected.layout))
-    other = _faster_layout(unmeasured, expected)
     diagnosis = Diagnosis(
-        request, expected, step_s, measured, conventions, reported, neighbors, other
+        request=request,
+        expected=expected,
+        step_s=step_s,
+        mfu=measured,
+        neighbors=nearest(request.run(expected.layout)),
+        other_layout=_faster_layout(unmeasured, expected),
     )
     if measured >= expected.mfu:  # nothing is lost that a cause could explain
         return diagnosis
     causes = [
         cause
-        for cause in _causes(unmeasured, expected, unspecified, request.hardware.bus_gb_s)
+        for cause in _causes(unmeasured, expected, options)
         if cause.mfu < MATTERS * expected.mfu
     ]
     return replace(diagnosis, causes=sorted(causes, key=lambda cause: -diagnosis.share(cause)))
@@ -149,30 +130,9 @@ def causal_share(request: Request) -> float:
     return float(half / whole)
 
 
-def _conventions(request: Request, layout: Layout, measured: float) -> dict[str, float]:
-    """MFU from 0 to 1 by each way to count it."""
-    model = request.model
-    seq_len = request.seq_len
-    whole = step_flops(model, seq_len=seq_len, sequences=1) / seq_len
-    # Full recomputation repeats the forward pass: 2 FLOPs per parameter and token, and the scores.
-    again = 2 * model.layers * (model.layer_parameters + 2 * model.hidden * seq_len)
-    shares = {
-        "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
-        "only the causal half of the scores": causal_share(request),
-        "6 FLOPs per parameter, no attention": 6 * model.parameters / whole,
-        "over the peak with sparsity, twice the dense one": 0.5,
-    }
-    if layout.recompute == "full":
-        shares["recomputation counted (hardware FLOPs)"] = 1 + again / whole
-    return {name: float(measured * share) for name, share in shares.items()}
-
-
-def _causes(
-    request: Request, expected: Prediction, unspecified: Collection[str], bus_gb_s: float
-) -> Iterator[Cause]:
+def _causes(request: Request, expected: Prediction, options: Options) -> Iterator[Cause]:
     layout = expected.layout
     hardware = request.hardware
-    fixed = request.fixed
 
     def cause(name: str, check: str, changed: Request, layout: Layout = layout) -> Cause:
         return Cause(name, check, predict(changed.run(layout), changed.constants).mfu)
@@ -181,20 +141,19 @@ def _causes(
     yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0)
     # What the user did not state may be smaller than what the prediction took for it.
     seq_len = request.seq_len
-    micro_batch = layout.micro_batch
     unset = []
-    if "sequence" in unspecified:
+    if options.sequence is None:
         seq_len = min(SHORT_SEQUENCE, seq_len)
         unset.append("--sequence")
-    if "micro_batch" not in fixed:
-        micro_batch = 1
+    if options.micro_batch is None:
         unset.append("--micro-batch")
     if unset:
+        micro_batch = options.micro_batch or 1
         name = f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}"
         short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
         least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
         yield cause(name, f"state {' and '.join(unset)}", short, least)
-    if "recompute" not in fixed and layout.recompute != "full":
+    if options.recompute is None and layout.recompute != "full":
         yield cause(
             "every layer recomputed",
             "state --recompute",
@@ -210,11 +169,11 @@ def _causes(
     unfused = replace(request, constants=constants, framework="unfused")
     yield cause("attention that writes its scores to memory", "labkit report attention", unfused)
     if request.gpus > 1:
-        name, slower = _slow_network(request, bus_gb_s)
+        name, slower = _slow_network(request, options.measured_bus_bandwidth)
         yield cause(name, "labkit report all_reduce; nccl-tests between nodes", slower)
 
 
-def _slow_network(request: Request, bus_gb_s: float) -> tuple[str, Request]:
+def _slow_network(request: Request, bus_gb_s: float | None) -> tuple[str, Request]:
     """A cause's name, and the request with the measured bandwidth, or a tenth of the network."""
     hardware = request.hardware
     if bus_gb_s:

@@ -7,10 +7,9 @@ import pandas as pd
 
 from labkit.advise.advice import advise
 from labkit.advise.report import report_advice
-from labkit.advise.request import Options, make_request, read_options
+from labkit.advise.request import Options, Question, make_request, read_options
 from labkit.lab.config import ParameterError
 from labkit.scaling.prediction import Prediction
-from labkit.scaling.published import nearest
 from labkit.scaling.search import rank
 
 
@@ -23,29 +22,29 @@ class Plan:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:
-            self.options: Options = read_options(options)
-            self.question = make_request(self.options)
+            self.question: Question = make_request(read_options(options))
             self.advice = advise(self.question.request)
         except ValueError as error:
             raise ParameterError(str(error)) from None
 
     def __repr__(self) -> str:
-        rows = nearest(self.question.request.run(self.advice.first.layout))
-        return "\n".join(report_advice(self.question, self.advice, rows).lines())
+        return "\n".join(report_advice(self.question, self.advice))
 
     def ranking(self, count: int = 10) -> pd.DataFrame:
         """Return the best layouts, one per row; times in seconds, memory in GiB."""
-        rows = [_row(one) for one in rank(self.question.request).proposed(count)]
+        request = self.question.request
+        # Where nothing fits, the layout that needs the least memory stands for the answer.
+        best = rank(request).proposed(count) or [self.advice.first]
+        rows = [_row(one) | {"tokens_per_s": request.tokens / one.step_s} for one in best]
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def parts(self) -> pd.DataFrame:
         """Return seconds of the parts of the best layouts' steps, one layout per row."""
-        # Where nothing fits, the layout that needs the least memory stands for the answer.
         return parts({str(one.layout): one for one in self.advice.best or [self.advice.first]})
 
     def but(self, **changes: Any) -> "Plan":
         """Return the plan with other values, as `plan.but(gpus=128)`; None is the default."""
-        return Plan(self.options.named() | changes)
+        return Plan(self.question.options.named() | changes)
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
@@ -54,15 +53,8 @@ def ask(variables: Mapping[str, Any]) -> Plan:
 
 
 def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
-    """Return the best layouts of each plan, one per row, and tokens per second of all GPUs."""
-    # Tokens per second, since plans may have steps of different sizes.
-    rows = {}
-    for name, plan in plans.items():
-        request = plan.question.request
-        best = rank(request).proposed(count) or [plan.advice.first]
-        for place, one in enumerate(best, start=1):
-            rows[name, place] = _row(one) | {"tokens_per_s": request.tokens / one.step_s}
-    return pd.DataFrame.from_dict(rows, orient="index")
+    """Return the best layouts of each plan, one per row."""
+    return pd.concat({name: plan.ranking(count) for name, plan in plans.items()})
 
 
 def compare_parts(plans: Mapping[str, Plan]) -> pd.DataFrame:

@@ -1,10 +1,10 @@
 """The options of `labkit advise`, checked, and the question that they make."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -13,12 +13,11 @@ from labkit.advise.advice import round_batch
 from labkit.lab.project import kind_of_path
 from labkit.scaling import first_problem
 from labkit.scaling.calibration import as_calibrated, calibrate
-from labkit.scaling.constants import CALIBRATED, GENERIC, find_framework
-from labkit.scaling.hardware import Hardware, find_hardware
+from labkit.scaling.constants import CALIBRATED, GENERIC, TABLES, find_framework
+from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import find_model, read_model
 from labkit.scaling.prediction import predict_runs
-from labkit.scaling.published import load_published
-from labkit.scaling.runs import Run
+from labkit.scaling.runs import Precision, Recompute, Shard
 from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
 
@@ -58,7 +57,7 @@ class Options(BaseModel, extra="forbid", frozen=True):
     measured_bus_bandwidth: Amount | None = None
     tokens_per_step: Amount | None = None
     sequence: Whole | None = None
-    precision: Literal["bf16", "fp16", "fp8"] | None = None
+    precision: Precision | None = None
     tokens: Amount | None = None
     framework: str | None = None
     calibrate: str | None = None
@@ -69,9 +68,9 @@ class Options(BaseModel, extra="forbid", frozen=True):
     vp: Whole | None = None
     cp: Whole | None = None
     dp: Whole | None = None
-    shard: Literal["none", "zero1", "zero2", "zero3", "hsdp"] | None = None
+    shard: Shard | None = None
     micro_batch: Whole | None = None
-    recompute: Literal["none", "selective", "full"] | None = None
+    recompute: Recompute | None = None
 
     def named(self, *names: str) -> dict[str, Any]:
         """Options that are set, of these names or of all."""
@@ -108,32 +107,42 @@ LAYOUT = ("tp", "pp", "vp", "cp", "dp", "micro_batch", "shard", "recompute")
 
 
 @dataclass(frozen=True)
-class AdviceRequest:
-    """A request, the tokens to train on, and its assumptions."""
+class Question:
+    """The options, the request that they make, and what it assumes."""
 
+    options: Options
     request: Request
-    budget: float
-    assumptions: Sequence[str]
-    unspecified: frozenset[str] = frozenset()
-    """Options that were left at their defaults."""
-    calibration_runs: int = 0
-    calibration_error: float = 0.0
-    """Median of |predicted / measured - 1| over those runs."""
+    assumptions: list[str]
+    calibration: str = ""
+    """How well the user's own runs are explained; empty without `--calibrate`."""
+
+    @property
+    def budget(self) -> float:
+        """Tokens to train on."""
+        return self.options.tokens or float(TOKENS_PER_PARAMETER * self.request.model.parameters)
 
 
-def make_request(options: Options) -> AdviceRequest:
+def make_request(options: Options) -> Question:
     """Build the request of these options. ValueError in one line, with what was expected."""
     assumptions: list[str] = []
     name = options.model
     if name is None:
         raise ValueError("expected --model NAME or --model config.json")
+    if options.gpu is None or options.gpus is None:
+        raise ValueError("expected --gpu and --gpus: which GPUs, and how many")
     # A path may be the folder of a downloaded model. A missing file is reported as missing, not as
     # an unknown model.
     is_path = name.endswith(".json") or kind_of_path(name) is not None
     model = read_model(Path(name)) if is_path else find_model(name)
-    hardware, gpus = _hardware(options)
+    hardware = find_hardware(options.gpu).with_network(
+        network_gbps=options.network_gbps,
+        gpus_per_node=options.gpus_per_node,
+        bus_gb_s=options.measured_bus_bandwidth,
+    )
+    precision = options.precision or "bf16"
+    hardware.check_precision(precision)
     # Within a node the links count, which the GPU's data sheet declares.
-    if options.measured_bus_bandwidth and gpus <= hardware.gpus_per_node:
+    if options.measured_bus_bandwidth and options.gpus <= hardware.gpus_per_node:
         raise ValueError(
             "expected --measured-bus-bandwidth with several nodes: these GPUs share one"
         )
@@ -141,27 +150,23 @@ def make_request(options: Options) -> AdviceRequest:
     tokens = options.tokens_per_step or TOKENS_PER_STEP
     if options.tokens is None:
         assumptions.append(f"{TOKENS_PER_PARAMETER} tokens per parameter")
-    global_batch = round_batch(tokens, seq_len, gpus)
+    global_batch = round_batch(tokens, seq_len, options.gpus)
     if global_batch * seq_len != tokens:
         assumptions.append(f"{global_batch} sequences per step, which the ranks can divide")
-    framework = _framework(options.framework, assumptions)
     request = Request(
         model=model,
         hardware=hardware,
-        gpus=gpus,
+        gpus=options.gpus,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=options.precision or "bf16",
-        framework=framework,
+        precision=precision,
+        framework=_framework(options.framework, assumptions),
         fixed=options.named(*LAYOUT),
     )
-    budget = options.tokens or float(TOKENS_PER_PARAMETER * model.parameters)
-    # --explain takes them for possible causes: the program may have other values.
-    unspecified = frozenset({"sequence", "tokens_per_step"} - set(options.named()))
-    advice_request = AdviceRequest(request, budget, assumptions, unspecified)
+    question = Question(options, request, assumptions)
     if options.calibrate is None:
-        return advice_request
-    return _calibrate(advice_request, Path(options.calibrate))
+        return question
+    return _calibrated(question, Path(options.calibrate))
 
 
 def _framework(name: str | None, assumptions: list[str]) -> str:
@@ -170,7 +175,7 @@ def _framework(name: str | None, assumptions: list[str]) -> str:
         return GENERIC
     framework = find_framework(name)
     if framework is None:
-        names = ", ".join(sorted({*load_published().framework.tolist()} - {GENERIC}))
+        names = ", ".join(sorted({*TABLES.values()}))
         raise ValueError(
             f"expected --framework among {names}; got {name[:40]!r}: leave it out, or name the one"
             " whose code is nearest"
@@ -180,37 +185,9 @@ def _framework(name: str | None, assumptions: list[str]) -> str:
     return framework
 
 
-def _hardware(options: Options) -> tuple[Hardware, int]:
-    """Return hardware and number of GPUs. ValueError for what that GPU cannot do."""
-    if options.gpu is None or options.gpus is None:
-        raise ValueError("expected --gpu and --gpus: which GPUs, and how many")
-    hardware = find_hardware(options.gpu).with_network(
-        network_gbps=options.network_gbps,
-        gpus_per_node=options.gpus_per_node,
-        bus_gb_s=options.measured_bus_bandwidth,
-    )
-    hardware.check_precision(options.precision or "bf16")
-    return hardware, options.gpus
-
-
-def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
-    """Return the request with a profile of the user's runs, a CSV as `labkit predict` takes it."""
-    request = advice_request.request
-    runs, seconds = _read_runs(path)
-    request = replace(
-        request, constants=calibrate(runs, seconds, base=request.framework), framework=CALIBRATED
-    )
-    # How well the profile explains the very runs it is fitted to: a bad one says that they differ.
-    error = float(
-        np.median(np.abs(predict_runs(as_calibrated(runs, request.constants)).step_s / seconds - 1))
-    )
-    return replace(
-        advice_request, request=request, calibration_runs=len(runs), calibration_error=error
-    )
-
-
-def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
-    if str(path) != "-" and not path.is_file():
+def _calibrated(question: Question, path: Path) -> Question:
+    """Return the question with a profile of the user's runs, a CSV as `labkit predict` takes it."""
+    if not path.is_file():
         raise ValueError(
             f"expected --calibrate to name a CSV of runs, and there is no file {str(path)[-80:]}"
         )
@@ -225,4 +202,13 @@ def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
             )
         runs.append(row.run)
         seconds.append(row.step_s)
-    return runs, seconds
+    request = question.request
+    constants = calibrate(runs, seconds, base=request.framework)
+    # How well the profile explains the very runs it is fitted to: a bad one says that they differ.
+    explained = predict_runs(as_calibrated(runs, constants)).step_s / seconds
+    error = np.median(np.abs(explained - 1))
+    return replace(
+        question,
+        request=replace(request, constants=constants, framework=CALIBRATED),
+        calibration=f"Calibrated on {len(runs)} runs of yours, explained to {error:.1%}.",
+    )

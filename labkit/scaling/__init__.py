@@ -7,7 +7,7 @@
 ``step_time`` ``communication`` ``memory``        formulas
 ``constants`` and `data/reference/scaling/`       numbers, with their sources
 ``published`` ``intervals``                       measured runs, and the errors
-``prediction`` ``predicted_table`` ``search``     answers
+``prediction`` ``search``                         answers
 ``scores``                                        frames for a notebook
 """
 
@@ -15,6 +15,7 @@ import csv
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -29,14 +30,18 @@ T = TypeVar("T")
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def read_table(name: str) -> list[dict[str, str]]:
+def read_table(name: str, *, beginning: str = "") -> list[dict[str, str]]:
     """Return rows of `name`.csv in `data/reference/scaling/`: texts by column, without empty ones.
 
-    A column that a row leaves empty has the default of its dataclass.
+    A column that a row leaves empty has the default of its dataclass. With `beginning`, only rows
+    whose line begins so: the others need not be parsed.
     """
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        header = next(file)
+        lines = (line for line in file if line.startswith(beginning))
         return [
-            {column: text for column, text in row.items() if text} for row in csv.DictReader(file)
+            {column: text for column, text in row.items() if text}
+            for row in csv.DictReader(chain([header], lines))
         ]
 
 

@@ -1,7 +1,8 @@
-"""Predicts runs: step time, its parts, memory."""
+"""Predicts runs, or the rows of a table: step time, its parts, memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from labkit.scaling import intervals, memory
 from labkit.scaling.constants import GENERIC, Constants
 from labkit.scaling.models import Numbers
 from labkit.scaling.published import DIFFERENCE, DOUBLING, find_nearest, load_measured
-from labkit.scaling.runs import Layout, Run, Runs, impossible_reason
+from labkit.scaling.runs import Flags, Layout, Run, Runs, impossible_reason
 from labkit.scaling.step_time import breakdown
+from labkit.scaling.table import Row
 
 # Share of a GPU's memory that PyTorch can reserve; the runtime and NCCL have the rest. Published:
 # up to 77.4 of 80 GB.
@@ -38,103 +40,84 @@ SUMS = {
     "gradient reduction": ("data_parallel_s",),
     "optimizer": ("optimizer_s",),
 }
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One step of one layout."""
-
-    layout: Layout
-    step_s: float
-    interval_90: tuple[float, float]
-    distance: float
-    """Distance to the nearest measured run, in doublings of the GPUs."""
-    parts_s: Mapping[str, float]
-    """Parts that add up to `step_s`; of collectives, only the exposed time."""
-    mfu: float
-    """Model FLOPs (`step_flops`, with all scores) over the bf16 or fp8 peak."""
-    memory_gib: Sequence[Mapping[str, float]]
-    """By pipeline stage and part; each stage's parts add up to its reserved memory."""
-    peak_gib: float
-    peak_90: tuple[float, float]
-    """The 90% interval of the peak."""
-    out_of_memory: float
-    """Probability of running out of memory."""
-    is_unstable: bool
-    """Memory is so full that steps become slow."""
-    fits: bool
-    """Also the upper end of the peak fits."""
-    may_fit: bool
-    has_room: bool
-    """It fits, and steps are stable: memory needs no change."""
-    warnings: tuple[str, ...]
-
-    @property
-    def sums_s(self) -> dict[str, float]:
-        """Seconds of the parts in groups, by name in `SUMS`."""
-        return {name: sum(self.parts_s[part] for part in parts) for name, parts in SUMS.items()}
-
-    @property
-    def interval_mfu(self) -> tuple[float, float]:
-        """Return the 90% interval of the MFU."""
-        low_s, high_s = self.interval_90
-        return self.mfu * self.step_s / high_s, self.mfu * self.step_s / low_s
+# Columns of the input that have a prediction's name, and their names in the output.
+MEASURED = {
+    "step_s": "measured_step_s",
+    "mfu_percent": "measured_mfu_percent",
+    "note": "published_note",
+}
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Columns of n predictions, (n,) each.
-
-    Attributes are the numbers of `Prediction`, and the row of the `nearest` measured run.
-    """
+    """Columns of n predictions, (n,) each."""
 
     runs: Runs
     predicted_s: Numbers
-    """Seconds by the formulas alone; `step_s` is no shorter than published matmuls allow."""
-    columns: Mapping[str, NDArray[Any]]
+    """Seconds by the formulas alone."""
+    step_s: Numbers
+    """No shorter than published matmuls allow."""
     parts_s: Mapping[str, Numbers]
-    """Parts that add up to `step_s`."""
+    """Parts that add up to `step_s`; of collectives, only the exposed time."""
     stages: Mapping[str, Numbers]
-    """Reserved bytes by part and stage, (n, stages)."""
+    """Reserved bytes by part and pipeline stage, (n, stages)."""
+    peak_gib: Numbers
+    """The fullest stage, and both ends of its 90% interval."""
+    peak_low: Numbers
+    peak_high: Numbers
+    distance: Numbers
+    """Distance to the nearest measured run, in doublings of the GPUs."""
+    nearest: NDArray[np.intp]
+    """Row of the nearest measured run in `load_measured`."""
 
-    def __getattr__(self, name: str) -> NDArray[Any]:
-        if name not in vars(self).get("columns", ()):  # a copy has none yet
-            raise AttributeError(name)
-        return self.columns[name]
+    @cached_property
+    def mfu(self) -> Numbers:
+        """Model FLOPs (`step_flops`, with all scores) over the bf16 or fp8 peak."""
+        return intervals.peak_s(self.runs) / self.step_s
 
-    def prediction(self, row: int) -> Prediction:
+    @cached_property
+    def out_of_memory(self) -> Numbers:
+        """Probability that the peak is above what can be reserved.
+
+        ln(peak) is taken as normal on either side of its middle.
+        """
+        limit = FITS_SHARE * self.runs.memory_gib
+        end = np.where(limit > self.peak_gib, self.peak_high, self.peak_low)
+        width = np.maximum(np.abs(np.log(end / self.peak_gib)), 1e-6)
+        sigmas = SIGMAS * np.log(limit / self.peak_gib) / width
+        # A logistic curve in the place of the normal one, exact at 0 and at 1.645.
+        return 1 / (1 + np.exp(1.79 * np.clip(sigmas, -20, 20)))
+
+    @property
+    def fits(self) -> Flags:
+        """Also the upper end of the peak fits."""
+        return self.out_of_memory <= FITS_RISK
+
+    @property
+    def may_fit(self) -> Flags:
+        return self.out_of_memory < MAY_FIT_RISK
+
+    @property
+    def is_unstable(self) -> Flags:
+        """Memory is so full that steps become slow."""
+        return self.peak_gib > UNSTABLE_SHARE * self.runs.memory_gib
+
+    @property
+    def has_room(self) -> Flags:
+        """It fits, and steps are stable: memory needs no change."""
+        return self.fits & ~self.is_unstable
+
+    def prediction(self, row: int) -> "Prediction":
         """Return one prediction, even of a run that is too far from measured runs."""
         return self.some([row])[0]
 
-    def some(self, rows: Sequence[int]) -> list[Prediction]:
+    def some(self, rows: Sequence[int]) -> list["Prediction"]:
         """Return the predictions of these rows; a search has thousands, and answers need a few."""
         if not rows:
             return []
         low, high = self.interval_90(rows)
-        return [
-            self._prediction(row, (float(low[at]), float(high[at]))) for at, row in enumerate(rows)
-        ]
-
-    def _prediction(self, row: int, interval_90: tuple[float, float]) -> Prediction:
-        layout = self.runs.origin[row].layout
-        by_stage = [
-            {part: values[row, stage].item() / memory.GIB for part, values in self.stages.items()}
-            for stage in range(layout.pp)
-        ]
-        numbers = {
-            one.name: self.columns[one.name][row].item()
-            for one in fields(Prediction)
-            if one.name in self.columns
-        }
-        return Prediction(
-            layout=layout,
-            interval_90=interval_90,
-            peak_90=(float(self.peak_low[row]), float(self.peak_high[row])),
-            parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
-            memory_gib=by_stage,
-            warnings=tuple(self.warnings(row)),
-            **numbers,
-        )
+        ends = zip(low.tolist(), high.tolist(), strict=True)
+        return [Prediction(self, row, end) for row, end in zip(rows, ends, strict=True)]
 
     def interval_90(self, rows: Any = slice(None)) -> intervals.Ends:
         """Return both ends of the 90% intervals of these rows, in seconds."""
@@ -151,7 +134,7 @@ class Predictions:
         if self.runs.framework[row] == GENERIC:
             yield "framework without published runs: calibrate with three runs of it"
         if self.distance[row] > FAR:
-            yield f"extrapolated: {self.describe_nearest(row)}"
+            yield f"extrapolated: {self._describe_nearest(row)}"
         if not self.may_fit[row]:
             yield "expected to run out of memory"
         elif not self.fits[row]:
@@ -159,10 +142,19 @@ class Predictions:
         elif self.is_unstable[row]:
             yield "unstable: memory is so full that steps often take 1.5 to 8 times as long"
 
-    def describe_nearest(self, row: int) -> str:
+    def refusal_reason(self, row: int) -> str | None:
+        """Return why a run is too far from measured runs, and what would help; None if near."""
+        if self.distance[row] <= intervals.MAX_DISTANCE:
+            return None
+        return (
+            "too far from every published run for a number: measure one run of this kind and"
+            f" calibrate; {self._describe_nearest(row)}"
+        )
+
+    def _describe_nearest(self, row: int) -> str:
         """Return the nearest measured run, and in what it differs."""
         measured = load_measured()
-        near = int(self.nearest[row])
+        near = self.nearest[row]
         columns = [
             name
             for name in (*DOUBLING, *DIFFERENCE)
@@ -173,14 +165,47 @@ class Predictions:
             f" other {', '.join(columns)}"
         )
 
-    def refusal_reason(self, row: int) -> str | None:
-        """Return why a run is too far from measured runs, and what would help; None if near."""
-        if self.distance[row] <= intervals.MAX_DISTANCE:
-            return None
-        return (
-            "too far from every published run for a number: measure one run of this kind and"
-            f" calibrate; {self.describe_nearest(row)}"
-        )
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of one layout. Other attributes are the numbers of `Predictions`' columns."""
+
+    columns: Predictions
+    row: int
+    interval_90: tuple[float, float]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy has no columns yet
+            raise AttributeError(name)
+        return getattr(self.columns, name)[self.row].item()
+
+    @property
+    def layout(self) -> Layout:
+        return self.columns.runs.origin[self.row].layout
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Parts that add up to `step_s`."""
+        return {name: values[self.row].item() for name, values in self.columns.parts_s.items()}
+
+    @property
+    def sums_s(self) -> dict[str, float]:
+        """Seconds of the parts in groups, by name in `SUMS`."""
+        parts = self.parts_s
+        return {name: sum(parts[part] for part in group) for name, group in SUMS.items()}
+
+    @property
+    def memory_gib(self) -> list[dict[str, float]]:
+        """By pipeline stage and part; each stage's parts add up to its reserved memory."""
+        stages = self.columns.stages.items()
+        return [
+            {part: values[self.row, stage].item() / memory.GIB for part, values in stages}
+            for stage in range(self.layout.pp)
+        ]
+
+    @property
+    def warnings(self) -> list[str]:
+        return list(self.columns.warnings(self.row))
 
 
 def predict(run: Run, constants: Constants | None = None) -> Prediction:
@@ -198,40 +223,68 @@ def predict(run: Run, constants: Constants | None = None) -> Prediction:
 def predict_runs(runs: Runs) -> Predictions:
     """Predict all runs at once. Layouts must be possible (`impossible_reason`)."""
     parts = breakdown(runs)
-    stages = memory.stage_bytes(runs)
-    peak_gib = memory.peak_gib(stages)
-    is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
-    distance, nearest = find_nearest(runs, load_measured())
     predicted = np.sum(list(parts.values()), axis=0)
     # No step is faster than the highest published rate of matmuls; parts still add up to it.
     seconds = np.maximum(predicted, intervals.fastest_s(runs))
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
+    stages = memory.stage_bytes(runs)
+    peak_gib = memory.peak_gib(stages)
     peak_low, peak_high = intervals.memory_ends(runs, peak_gib, intervals.load_widths())
-    risk = _overflow_risk(peak_gib, peak_low, peak_high, FITS_SHARE * runs.memory_gib)
-    columns = {
-        "step_s": seconds,
-        "distance": distance,
-        "nearest": nearest,
-        "mfu": intervals.peak_s(runs) / seconds,
-        "peak_gib": peak_gib,
-        "peak_low": peak_low,
-        "peak_high": peak_high,
-        "out_of_memory": risk,
-        "is_unstable": is_unstable,
-        "fits": risk <= FITS_RISK,
-        "may_fit": risk < MAY_FIT_RISK,
-        "has_room": (risk <= FITS_RISK) & ~is_unstable,
-    }
-    return Predictions(runs, predicted, columns, parts, stages)
+    distance, nearest = find_nearest(runs, load_measured())
+    return Predictions(
+        runs=runs,
+        predicted_s=predicted,
+        step_s=seconds,
+        parts_s=parts,
+        stages=stages,
+        peak_gib=peak_gib,
+        peak_low=peak_low,
+        peak_high=peak_high,
+        distance=distance,
+        nearest=nearest,
+    )
 
 
-def _overflow_risk(peak: Numbers, low: Numbers, high: Numbers, limit: Numbers) -> Numbers:
-    """Return the probability that a peak with these ends of 90% is above the limit.
+def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Return the cells of every row, then its prediction; a refused row has only a note."""
+    # All at once: a formula on columns takes as long for one run as for hundreds.
+    possible = [row.run for row in rows if row.run is not None]
+    predicted: Iterator[dict[str, str]] = iter(())
+    if possible:
+        predicted = _cells(predict_runs(Runs(possible)))
+    merged = []
+    for row in rows:
+        new = {"note": f"refused: {row.refusal}"} if row.run is None else next(predicted)
+        notes = [new["note"], *(f"assumed: {words}" for words in row.assumptions)]
+        cells = {MEASURED.get(name, name): value for name, value in row.cells.items()}
+        merged.append(cells | new | {"note": "; ".join(note for note in notes if note)})
+    return merged
 
-    ln(peak) is taken as normal on either side of its middle.
-    """
-    above = np.log(limit / peak) / np.maximum(np.log(high / peak), 1e-6)
-    below = np.log(limit / peak) / np.maximum(np.log(peak / low), 1e-6)
-    sigmas = SIGMAS * np.where(limit > peak, above, below)
-    # A logistic curve in the place of the normal one, exact at 0 and at 1.645.
-    return 1 / (1 + np.exp(1.79 * np.clip(sigmas, -20, 20)))
+
+def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
+    """Yield the cells of each prediction."""
+    measured = load_measured()
+    low, high = predictions.interval_90()
+    # 1 if the upper end of memory fits, 0 if the lower end does not, else nothing.
+    is_too_large = predictions.peak_low > FITS_SHARE * predictions.runs.memory_gib
+    fits = np.select([predictions.fits, is_too_large], ["1", "0"], "")
+    for at in range(len(predictions.runs)):
+        reason = predictions.refusal_reason(at)
+        if reason is not None:
+            yield {"note": f"refused: {reason}"}
+            continue
+        yield {
+            "step_s": f"{predictions.step_s[at]:.6g}",
+            "step_low": f"{low[at]:.6g}",
+            "step_high": f"{high[at]:.6g}",
+            "mfu_percent": f"{100 * predictions.mfu[at]:.2f}",
+            "peak_gib": f"{predictions.peak_gib[at]:.2f}",
+            "peak_low": f"{predictions.peak_low[at]:.2f}",
+            "peak_high": f"{predictions.peak_high[at]:.2f}",
+            "fits": str(fits[at]),
+            "unstable": str(int(predictions.is_unstable[at])),
+            "nearest": (
+                f"{measured.key[predictions.nearest[at]]}, {predictions.distance[at]:.2g} away"
+            ),
+            "note": "; ".join(predictions.warnings(at)),
+        }

@@ -1,6 +1,5 @@
 """The published runs: held-out predictions, and the nearest to a run."""
 
-import csv
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -8,7 +7,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.scaling import DATA
+from labkit.scaling import DATA, read_table
 from labkit.scaling.constants import CALIBRATED, GENERIC
 from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Flags, Run, Runs
@@ -101,10 +100,8 @@ def held_out_s(fold: str) -> Numbers:
 
     `benchmarks/fit_scaling.py --write` writes the predictions.
     """
-    with (DATA / "cross_validated.csv").open(encoding="utf-8") as file:
-        # Of 20,000 rows most are of other folds, which need not be parsed.
-        rows = csv.DictReader(line for line in file if line.startswith(("fold,", fold)))
-        predicted = {row["key"]: float(row["predicted_s"]) for row in rows if row["fold"] == fold}
+    rows = read_table("cross_validated", beginning=fold)
+    predicted = {row["key"]: float(row["predicted_s"]) for row in rows if row["fold"] == fold}
     return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from labkit.scaling import Count
 from labkit.scaling.constants import BY_ARCHITECTURE, Constants, load_constants
@@ -23,9 +24,9 @@ SHARDS = {
     "zero3": "FSDP (ZeRO-3)",
     "hsdp": "FSDP inside nodes",
 }
-RECOMPUTE = ("none", "selective", "full")
-PRECISIONS = ("bf16", "fp16", "fp8")
-MAX_STAGES = 512
+Shard = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["bf16", "fp16", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +41,17 @@ class Layout:
 
     tp: Count = 1
     sequence_parallel: bool = False
-    pp: Count = 1
+    pp: Annotated[int, Field(ge=1, le=512)] = 1
     vp: Count = 1
     cp: Count = 1
     dp: Count = 1
-    shard: str = "none"
+    shard: Shard = "none"
     micro_batch: Count = 1
     global_batch: Count = 1
-    recompute: str = "none"
-    precision: str = "bf16"
+    recompute: Recompute = "none"
+    precision: Precision = "bf16"
     options: frozenset[str] = frozenset()
-    """Variants of one framework: names of `labkit.scaling.table.NOTES`, and `empty_stages`, by
+    """Variants of one framework: `options` of `words.csv`, and `empty_stages`, by
     which some stages only pass on."""
 
     @property
@@ -85,21 +86,7 @@ def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
     return next(_reasons(layout, model, seq_len), None)
 
 
-def _wrong_values(layout: Layout, seq_len: int) -> Iterator[str]:
-    for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch"):
-        if getattr(layout, name) < 1:
-            yield f"expected {name} of 1 or more, got {getattr(layout, name)}"
-    if seq_len < 1:
-        yield f"expected seq_len of 1 or more, got {seq_len}"
-    if layout.pp > MAX_STAGES:
-        yield f"expected pp of at most {MAX_STAGES}, got {layout.pp}"
-    for name, allowed in (("shard", SHARDS), ("recompute", RECOMPUTE), ("precision", PRECISIONS)):
-        if getattr(layout, name) not in allowed:
-            yield f"expected {name} among {', '.join(allowed)}, got {getattr(layout, name)!r}"
-
-
 def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
-    yield from _wrong_values(layout, seq_len)
     if model.heads % layout.tp:
         yield f"{model.heads} heads cannot be divided over tp = {layout.tp}"
     if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):
@@ -154,9 +141,7 @@ class Runs:
             raise ValueError("expected one run or more")
         self.origin: list[Any] = list(runs)
         self.constants = constants or load_constants()
-        self._flags: dict[str, Flags] = {}
         self._constants: dict[str, Numbers] = {}
-        self._owners: dict[str, list[Any]] = {}
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Make a column of an attribute of the runs or their parts, on first use."""
@@ -166,22 +151,12 @@ class Runs:
         owners = self.origin
         for part in ("layout", "model", "hardware"):
             if hasattr(getattr(owners[0], part), name):
-                owners = self._parts(part)
+                owners = [getattr(run, part) for run in owners]
                 break
-        if owners[0] is owners[-1] and len(set(map(id, owners))) == 1:
-            # All layouts of a search have one model and one kind of GPU.
-            values = np.full(len(owners), getattr(owners[0], name))
-        else:
-            values = np.array([getattr(owner, name) for owner in owners])
+        values = np.array([getattr(owner, name) for owner in owners])
         column = values if values.dtype.kind == "U" else values.astype(np.float64)
         self.__dict__[name] = column
         return column
-
-    def _parts(self, name: str) -> list[Any]:
-        """Return the layouts, models or hardware of the runs, listed on first use."""
-        if name not in self._owners:
-            self._owners[name] = [getattr(run, name) for run in self.origin]
-        return self._owners[name]
 
     def __getitem__(self, quantity: str) -> Numbers:
         """Return the constant that holds for each run, computed on first use."""
@@ -220,11 +195,7 @@ class Runs:
 
     def has(self, option: str) -> Flags:
         """Return whether each run's layout has this option."""
-        if option not in self._flags:
-            self._flags[option] = np.array(
-                [option in run.layout.options for run in self.origin], dtype=bool
-            )
-        return self._flags[option]
+        return np.array([option in run.layout.options for run in self.origin])
 
     @cached_property
     def codes(self) -> dict[str, tuple[Texts, NDArray[np.intp]]]:
@@ -241,10 +212,6 @@ class Runs:
     def tokens(self) -> Numbers:
         """Tokens per micro-batch and rank: b S / cp."""
         return self.micro_batch * self.seq_len / self.cp
-
-    @cached_property
-    def nodes(self) -> Numbers:
-        return np.ceil(self.gpus / self.gpus_per_node)
 
     @property
     def shard_ranks(self) -> Numbers:

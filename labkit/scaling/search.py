@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from math import prod
+from typing import Any, get_args
 
 import numpy as np
 
@@ -13,7 +14,15 @@ from labkit.scaling.intervals import MAX_DISTANCE
 from labkit.scaling.models import Model, Numbers
 from labkit.scaling.prediction import Prediction, Predictions, predict_runs
 from labkit.scaling.published import distinct
-from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
+from labkit.scaling.runs import (
+    Layout,
+    Precision,
+    Recompute,
+    Run,
+    Runs,
+    Shard,
+    impossible_reason,
+)
 
 MAX_MICRO_BATCH = 64
 # Tokens per micro-batch and rank with several sequences: matmuls are large enough by then.
@@ -38,7 +47,7 @@ class Request:
     gpus: int
     seq_len: int
     global_batch: int
-    precision: str = "bf16"
+    precision: Precision = "bf16"
     framework: str = "generic"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Layout` with the only value to try."""
@@ -61,6 +70,12 @@ class Ranking:
     order: list[int]
     """Rows of the layouts expected to fit, the best first."""
 
+    @property
+    def with_room(self) -> list[int]:
+        """Rows of the layouts that fit with room to spare, the best first."""
+        has_room = self.predictions.has_room
+        return [row for row in self.order if has_room[row]]
+
     def proposed(self, count: int = PROPOSED) -> list[Prediction]:
         """Return the best layout of each of the first `count` arrangements of the ranks."""
         # Layouts of one arrangement differ in batch and recomputation, and would fill the list.
@@ -82,16 +97,14 @@ def rank(request: Request) -> Ranking:
 
     ValueError if no layout is possible, or all are too far from measured runs.
     """
-    if min(request.gpus, request.global_batch, request.seq_len) < 1:
-        raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {request.gpus} GPUs")
-    layouts = [
-        layout
+    runs = [
+        request.run(layout)
         for layout in _layouts(request)
         if impossible_reason(layout, request.model, request.seq_len) is None
     ]
-    if not layouts:
+    if not runs:
         raise ValueError(_no_layout_reason(request))
-    predictions = predict_runs(Runs([request.run(layout) for layout in layouts], request.constants))
+    predictions = predict_runs(Runs(runs, request.constants))
     away = predictions.distance
     nearest = int(away.argmin())
     reason = predictions.refusal_reason(nearest)
@@ -125,8 +138,6 @@ def _layouts(request: Request) -> Iterator[Layout]:
     def choices(name: str, values: Iterable[Any]) -> Iterable[Any]:
         return (fixed[name],) if name in fixed else values
 
-    same: dict[str, Any] = {"precision": request.precision, "global_batch": batch}
-    same["options"] = fixed.get("options", frozenset())
     inside = _powers(min(request.gpus, request.hardware.gpus_per_node))
     contexts = choices("cp", _powers(request.seq_len // MIN_TOKENS))
     for tp in choices("tp", [degree for degree in inside if model.kv_heads % degree == 0]):
@@ -137,42 +148,49 @@ def _layouts(request: Request) -> Iterator[Layout]:
             dp, rest = divmod(request.gpus, tp * pp * cp)
             if rest or fixed.get("dp", dp) != dp:
                 continue
-            same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp}
-            largest = min(
-                max(batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // request.seq_len, 1)
-            )
-            # Not by `choices`: nothing is sharded over one rank, fixed or not.
-            shards = _shards(request.hardware, tp, pp, cp, dp)
-            allowed = [shard for shard in shards if fixed.get("shard", shard) == shard]
-            for micro_batch, shard in product(choices("micro_batch", _powers(largest)), allowed):
-                chunks = choices(
-                    "vp", _chunks(model.layers, pp, shard, batch // (dp * micro_batch))
-                )
-                for vp, recompute in product(chunks, choices("recompute", RECOMPUTE)):
+            most_tokens = max(MAX_TOKENS * cp // request.seq_len, 1)
+            largest = min(max(batch // dp, 1), MAX_MICRO_BATCH, most_tokens)
+            for micro_batch, shard in product(
+                choices("micro_batch", _powers(largest)), _shards(request, tp, pp, cp, dp)
+            ):
+                chunks = _chunks(model.layers, pp, shard, batch // (dp * micro_batch))
+                for vp, recompute in product(
+                    choices("vp", chunks), choices("recompute", get_args(Recompute))
+                ):
                     yield Layout(
-                        **same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute
+                        tp=tp,
+                        sequence_parallel=tp > 1,
+                        pp=pp,
+                        vp=vp,
+                        cp=cp,
+                        dp=dp,
+                        shard=shard,
+                        micro_batch=micro_batch,
+                        global_batch=batch,
+                        recompute=recompute,
+                        precision=request.precision,
                     )
 
 
-def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[str]:
-    """Yield the shardings to try."""
-    yield "none"
+def _shards(request: Request, tp: int, pp: int, cp: int, dp: int) -> list[Shard]:
+    """Return the shardings to try. Nothing is sharded over one rank, fixed or not."""
+    shards: list[Shard] = ["none"]
     if dp * cp > 1:
-        yield "zero1"
-        # With a pipeline it would reduce gradients for every micro-batch.
+        shards += ["zero1", "zero3"]
+        # With a pipeline zero2 would reduce gradients for every micro-batch.
         if pp == 1:
-            yield "zero2"
-        yield "zero3"
-        if pp == 1 and 1 < hardware.gpus_per_node // (tp * cp) < dp:
-            yield "hsdp"
+            shards.insert(2, "zero2")
+        if pp == 1 and 1 < request.hardware.gpus_per_node // (tp * cp) < dp:
+            shards.append("hsdp")
+    return [shard for shard in shards if request.fixed.get("shard", shard) == shard]
 
 
-def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[int]:
-    """Yield numbers of equal chunks of layers per stage; 1 is no interleaving."""
-    yield 1
+def _chunks(layers: int, pp: int, shard: Shard, micro_batches: int) -> list[int]:
+    """Return numbers of equal chunks of layers per stage; 1 is no interleaving."""
     # Interleaved, micro-batches come in groups of pp (arXiv:2104.04473).
     if pp > 1 and shard in ("none", "zero1") and micro_batches % pp == 0:
-        yield from (vp for vp in CHUNKS if layers % (pp * vp) == 0)
+        return [1, *(vp for vp in CHUNKS if layers % (pp * vp) == 0)]
+    return [1]
 
 
 def _no_layout_reason(request: Request) -> str:
@@ -181,12 +199,12 @@ def _no_layout_reason(request: Request) -> str:
     gpus = request.gpus
     batch = request.global_batch
     degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
-    total = int(np.prod(list(degrees.values()) or [1]))
+    total = prod(degrees.values())
     if gpus % total:
         return f"{' x '.join(degrees)} is {total}, and {gpus} GPUs cannot be divided by it"
     # If all other degrees are fixed, so is this one.
     dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
-    layout = Layout(**{"global_batch": batch, "precision": request.precision, **fixed, "dp": dp})
+    layout = Layout(**{**fixed, "global_batch": batch, "dp": dp})
     reason = impossible_reason(layout, request.model, request.seq_len)
     if reason is not None:
         return reason

@@ -95,7 +95,7 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
     # Keys and values travel while attention computes with those before.
     device["context_parallel_s"] = np.maximum(context_ring_s(runs) - device["attention_s"], 0.0)
     running = np.sum(list(device.values()), axis=0)
-    is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)
+    is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.gpus > runs.gpus_per_node)
     engine = np.where(is_wide, runs["engine_tp_s"] * runs.tp, 0.0)
     # `launch_s` is of a forward and a backward pass; a forward has a third of their kernels.
     launching = runs["launch_s"] * (1 + (forwards - 1) / 3) + engine

@@ -1,20 +1,19 @@
-"""Reads a table of runs, a CSV as `training_runs.csv`, and writes predictions.
+"""Reads a table of runs, a CSV as `training_runs.csv`.
 
-A wrong row is refused with its line and the reason, and the others are read. Separators, encodings
-and decimal commas as spreadsheets write them are understood; thousands are not.
+A wrong row is refused with its line and the reason, and the others are read. Separators and decimal
+commas as spreadsheets write them are understood; thousands are not.
 """
 
 import csv
 import io
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
-from labkit.scaling import Count, Rate, validate
+from labkit.scaling import Count, Rate, read_table, validate
 from labkit.scaling.constants import find_framework
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Model
@@ -25,22 +24,14 @@ REQUIRED += ["tp", "pp", "dp", "micro_batch", "global_batch"]
 _MODEL = ("model", *(one.name for one in fields(Model) if one.name != "name"))
 # Columns that only an output of `labkit predict` has.
 ONLY_PREDICTED = frozenset({"step_low", "step_high"})
-ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
 _AMBIGUOUS = re.compile(r"[1-9]\d{0,2}([.,\s]\d{3})+")
 # Columns whose 2.345 has decimals, in a file with `,`: nobody means 2,345 seconds.
 _FRACTIONS = ("step_s", "node_network_gbps", "measured_bus_bandwidth")
-
-_SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
-# Words of a note -> option of the layout.
-NOTES = {
-    "before a fix": "old_pipeline",
-    "16-bit master": "low_precision_master",
-    "CUDA_LAUNCH_BLOCKING=1": "blocking_launch",
-}
-_CPU_OPTIMIZER = re.compile(
-    r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE
-)
+# Columns with one of a few words.
+_CHOICES = ("precision", "shard", "recompute")
+# What publications write in a column, and the fields that it means.
+_WORDS = [(re.compile(row["words"], re.IGNORECASE), row) for row in read_table("words")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,43 +60,24 @@ class Row:
     """Measured seconds of a step."""
 
 
-def read_rows(path: Path, defaults: Mapping[str, str] = MappingProxyType({})) -> list[Row]:
-    """Read every row of the file; `-` is standard input. `defaults` fill empty cells.
-
-    ValueError for another kind of file or a missing column.
-    """
-    if str(path) == "-":
-        name = "standard input"
-        text = _decode(sys.stdin.buffer.read(), name)
-    else:
-        name = str(path)[-80:]
-        text = _decode(path.read_bytes(), name)
-    header = next(iter(text.splitlines()), "")
-    separator = max(SEPARATORS, key=header.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+def read_rows(path: Path) -> list[Row]:
+    """Read every row of the file. ValueError for another kind of file or a missing column."""
+    name = str(path)[-80:]
     try:
-        content = [(reader.line_num, row) for row in reader]
-    except csv.Error as error:
-        raise ValueError(f"expected a CSV, and {name} is none: {error}") from None
-    columns = _columns(content[0][1] if header else [], name)
-    filled = [(line, row) for line, row in content[1:] if any(map(str.strip, row))]
-    if not filled:
+        text = path.read_bytes().decode("utf-8-sig")
+        separator = max(SEPARATORS, key=text.partition("\n")[0].count)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"expected a CSV in UTF-8, and {name} is none: {error}") from None
+    columns = _columns(rows[0][1] if rows else [], name)
+    if len(rows) < 2:
         raise ValueError(f"{name} has no rows")
-    return [_row(line, columns, row, separator, defaults) for line, row in filled]
-
-
-def _decode(content: bytes, name: str) -> str:
-    try:
-        return content.decode(ENCODINGS.get(content[:2], "utf-8-sig"))
-    except UnicodeDecodeError:
-        raise ValueError(f"expected a CSV in UTF-8 or UTF-16: {name}") from None
+    return [_row(line, columns, row, separator) for line, row in rows[1:]]
 
 
 def _columns(header: Sequence[str], name: str) -> list[str]:
-    """Return column names, as `kv_heads` for `KV heads`.
-
-    ValueError for missing, repeated and predicted ones.
-    """
+    """Return column names, as `kv_heads` for `KV heads`. ValueError for another table's."""
     columns = [re.sub("[ -]", "_", column.strip().lower()) for column in header]
     missing = [column for column in REQUIRED if column not in columns]
     if missing:
@@ -113,9 +85,6 @@ def _columns(header: Sequence[str], name: str) -> list[str]:
         raise ValueError(
             f"{name} lacks the columns {', '.join(missing)}; its first line has {line}"
         )
-    twice = sorted({column for column in columns if column and columns.count(column) > 1})
-    if twice:
-        raise ValueError(f"{name} has the column {twice[0]} twice: which one counts?")
     if set(columns) >= ONLY_PREDICTED:
         raise ValueError(
             f"{name} is an output of labkit predict: expected measurements, not predictions"
@@ -123,20 +92,14 @@ def _columns(header: Sequence[str], name: str) -> list[str]:
     return columns
 
 
-def _row(
-    line: int,
-    columns: Sequence[str],
-    row: Sequence[str],
-    separator: str,
-    defaults: Mapping[str, str],
-) -> Row:
+def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) -> Row:
     texts = {name: cell.strip() for name, cell in zip(columns, row, strict=False) if name}
-    if len(row) > len(columns) and any(cell.strip() for cell in row[len(columns) :]):
+    if any(map(str.strip, row[len(columns) :])):
         return Row(line, texts, None, "more cells than columns")
     assumptions: list[str] = []
     try:
         plain = {name: _plain(name, text, separator) for name, text in texts.items() if text}
-        run, step_s = _read_run({**defaults, **plain}, assumptions)
+        run, step_s = _read_run(plain, assumptions)
     except ValueError as error:
         return Row(line, texts, None, str(error))
     return Row(line, texts, run, assumptions=assumptions, step_s=step_s)
@@ -144,7 +107,7 @@ def _row(
 
 @cache  # most cells of a table repeat
 def _plain(name: str, text: str, separator: str) -> str:
-    """Return a number as Python reads it: of 4.0, 4E+06, and of 0,5 in a file with `;`.
+    """Return a number as Python reads it, as of 0,5 in a file with `;`.
 
     A text that may have thousands or decimals gets a remark, with which it is no number.
     """
@@ -152,52 +115,38 @@ def _plain(name: str, text: str, separator: str) -> str:
     if _AMBIGUOUS.fullmatch(text) and (has_decimal_commas or name not in _FRACTIONS):
         return f"{text} (thousands, or decimals?)"
     if has_decimal_commas and re.fullmatch(r"\d+,\d+", text):
-        text = text.replace(",", ".")
-    # Spreadsheets write 4 as 4.0 or 4E+06, which is no whole number to a strict reader.
-    if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text):
-        return f"{float(text):.12g}"
+        return text.replace(",", ".")
     return text
 
 
-def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, float | None]:
+def _read_run(texts: dict[str, str], assumptions: list[str]) -> tuple[Run, float | None]:
     """Return the run of a row's filled cells, and its time; add to `assumptions`.
 
     ValueError if it describes no run.
     """
-    note = texts.get("note", "")
-    tp = texts.get("tp", "1")
-    if _CPU_OPTIMIZER.search(note):
-        raise ValueError(
-            "no run with optimizer states on the CPU was published; the nearest is zero3 without it"
-        )
-    if re.search(r"\blora\b|\bqlora\b", note, re.IGNORECASE):
-        raise ValueError("LoRA is not modeled; the nearest is training all parameters")
     # Published tables often leave out the micro-batch; 1 is then an assumption.
     missing = [name for name in REQUIRED if name not in texts and name != "micro_batch"]
     if missing:
         raise ValueError(f"expected {missing[0]} to be stated")
-    options = {option for words, option in NOTES.items() if words in note}
-    recompute = _recompute(texts, options, assumptions)
+    texts, options = _translate(texts)
+    empty = {
+        "micro_batch": "micro-batch of 1",
+        "ffn": "ffn of 4 x hidden",
+        "recompute": "no recomputation",
+    }
+    assumptions += [words for name, words in empty.items() if name not in texts]
     framework = _find_framework(texts, assumptions)
     if framework == "nanotron":
         options.add("empty_stages")
-    head_dim = re.search(r"head width (\d{1,4})", note)
-    if head_dim is not None:
-        texts = {"head_dim": head_dim[1], **texts}
+    # torchtitan's selective recomputation keeps every second matmul.
+    if framework == "torchtitan" and texts.get("recompute") == "selective":
+        options.add("op_recompute")
     site = validate(_Site, texts)
     model = _model(tuple(texts.get(name) for name in _MODEL))
-    shard = texts.get("shard", "none").lower()
-    meanings = {
-        "shard": _SHARDS.get(shard, shard),
-        "recompute": recompute,
-        "precision": _precision(texts.get("precision", "bf16")),
-        "options": options,
-    }
-    layout = validate(Layout, {"sequence_parallel": tp != "1", **texts, **meanings})
-    defaults = {"micro_batch": "micro-batch of 1", "ffn": "ffn of 4 x hidden"}
-    assumptions += [words for name, words in defaults.items() if name not in texts]
-    hardware = find_hardware(site.gpu)
-    hardware = hardware.with_network(
+    layout = validate(
+        Layout, {"sequence_parallel": texts["tp"] != "1", **texts, "options": options}
+    )
+    hardware = find_hardware(site.gpu).with_network(
         network_gbps=site.node_network_gbps,
         gpus_per_node=site.gpus_per_node,
         bus_gb_s=site.measured_bus_bandwidth,
@@ -210,6 +159,33 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
         raise ValueError(reason)
     run = Run(model, hardware, layout, site.seq_len, framework, texts.get("group", ""))
     return run, site.step_s
+
+
+def _translate(texts: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
+    """Return cells with what their words mean, and options of the layout.
+
+    ValueError for words of what is not predicted.
+    """
+    options = set[str]()
+    meanings = {name: texts[name].lower() for name in _CHOICES if name in texts}
+    for column in ("note", *_CHOICES):
+        for name, value in _read_words(column, texts.get(column, "")):
+            if name == "refusal":
+                raise ValueError(value)
+            if name == "options":
+                options.add(value)
+            meanings[name] = value
+    return {name: text for name, text in (texts | meanings).items() if text}, options
+
+
+@cache  # most cells of a table repeat
+def _read_words(column: str, text: str) -> list[tuple[str, str]]:
+    """Return fields and values that a cell's words mean, by `words.csv`; of several, the last."""
+    return [
+        (row["field"], row.get("value", ""))
+        for words, row in _WORDS
+        if row["column"] == column and words.search(text)
+    ]
 
 
 @cache  # tables have few models
@@ -226,40 +202,7 @@ def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
         assumptions.append(f"no published run of {name[:40]}")
     elif name and framework != name:
         assumptions.append(f"{name[:40]} is like {framework}")
-    if "maxtext" in texts.get("recompute", ""):
-        return "maxtext"
     # Megatron's rows on A100 are of 2021. On later GPUs it is Megatron-Core, as NeMo has it.
-    if framework == "megatron" and not texts.get("gpu", "").startswith("A100"):
+    if framework == "megatron" and not texts["gpu"].startswith("A100"):
         return "nemo"
     return framework or "generic"
-
-
-def _precision(words: str) -> str:
-    """Return the layout's precision.
-
-    ValueError for one without a measured row, with the nearest that has some.
-    """
-    words = words.lower()
-    for name, nearest in (("fp4", "fp8"), ("fp32", "bf16"), ("tf32", "bf16"), ("float32", "bf16")):
-        if name in words:
-            raise ValueError(
-                f"no run in {words[:20]} was published; the nearest known precision is {nearest}"
-            )
-    return "fp8" if "fp8" in words else words
-
-
-def _recompute(texts: Mapping[str, str], options: set[str], assumptions: list[str]) -> str:
-    """Return the layout's recomputation from the column's words; a variant is added to options."""
-    words = texts.get("recompute", "none")
-    if words == "not printed":
-        assumptions.append("no recomputation")
-        return "none"
-    # MaxText's remat policies: minimal keeps every matmul, the others few or none.
-    if "maxtext" in words:
-        return "none" if "minimal" in words else "full"
-    if words == "per-op selective":
-        options.add("op_recompute")
-        return "selective"
-    if words == "selective" and texts.get("group") in ("torchtitan", "titan_blog"):
-        options.add("op_recompute")
-    return words

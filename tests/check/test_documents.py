@@ -34,7 +34,7 @@ def test_the_example_and_the_numbers_of_a_run_are_of_the_schema():
         ("list", [], False),
         ("compare", [str(RUN), "later.jsonl"], True),
         ("advise", ["--model", "llama-3-8b", "--gpus", "64", "--gpu", "h100"], True),
-        ("predict", ["-"], True),
+        ("predict", ["rows.csv"], True),
     ],
 )
 def test_a_command_prints_one_document_of_the_schema(
@@ -44,7 +44,8 @@ def test_a_command_prints_one_document_of_the_schema(
     (home / "later.jsonl").write_text(
         RUN.read_text().replace('"started":"2026', '"started":"2027', 1)
     )
-    result = CliRunner().invoke(app, [command, *arguments, "--json"], input=PLAIN)
+    (home / "rows.csv").write_text(PLAIN)
+    result = CliRunner().invoke(app, [command, *arguments, "--json"])
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
     validate(printed, SCHEMA)

@@ -12,7 +12,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.scaling import DATA
 from labkit.scaling.hardware import HARDWARE, find_hardware
 from labkit.scaling.models import NAMED, find_model, read_model
-from labkit.scaling.predicted_table import COLUMNS, predict_rows, write_rows
+from labkit.scaling.prediction import predict_rows
 from labkit.scaling.table import read_rows
 
 GOOD = {
@@ -42,7 +42,7 @@ WRONG = [
     ({"dp": "1", "gpus": "1", "global_batch": ""}, "expected global_batch to be stated"),
     ({"tp": ""}, "expected tp to be stated"),
     ({"seq_len": "long"}, "expected seq_len"),
-    ({"shard": "zero9"}, "shard among"),
+    ({"shard": "zero9"}, "expected shard to be 'none', 'zero1'"),
     ({"tied": "maybe"}, "expected tied"),
     ({"precision": "nvfp4"}, "nearest known precision is fp8"),
     ({"precision": "fp8", "gpu": "A100"}, "no fp8 matmuls"),
@@ -58,7 +58,10 @@ WRONG = [
     ),
     ({"note": "optimizer states kept on the CPU"}, "nearest is zero3"),
     ({"note": "LoRA of rank 16"}, "nearest is training all parameters"),
-    ({"layers": "900000000", "pp": "100000000", "gpus": "800000000"}, "pp of at most 512"),
+    (
+        {"layers": "900000000", "pp": "100000000", "gpus": "800000000"},
+        "expected pp to be less than or equal to 512",
+    ),
 ]
 
 
@@ -86,7 +89,7 @@ def test_a_wrong_row_is_refused_by_its_line_and_the_others_are_predicted(tmp_pat
     )
     assert [row.line for row in rows] == [2, 3, 4]
     first, refused, last = predict_rows(rows)
-    assert refused["step_s"] == ""
+    assert "step_s" not in refused
     assert reason in refused["note"]
     assert first == last
     assert float(first["step_low"]) < float(first["step_s"]) < float(first["step_high"])
@@ -96,14 +99,13 @@ PLAIN = _text([GOOD])
 SPREADSHEETS = {
     "semicolons and a byte-order mark": ("\ufeff" + _text([GOOD], ";")).encode(),
     "a decimal comma": _text([GOOD | {"node_network_gbps": "1600,5"}], ";").encode(),
-    "UTF-16 with tabs": _text([GOOD], "\t").encode("utf-16"),
+    "tabs": _text([GOOD], "\t").encode(),
     "carriage returns": PLAIN.replace("\n", "\r").encode(),
     "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
     "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
     "points before decimals": _text([GOOD | {"step_s": "0.500"}], ";").encode(),
     "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
     "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
-    "powers of ten": _text([GOOD | {"vocab": "5.0368E+04"}]).encode(),
 }
 
 
@@ -112,9 +114,8 @@ def test_tables_as_spreadsheets_write_them(case, tmp_path):
     (expected,) = predict_rows(read_rows(_file(tmp_path, PLAIN)))
     (predicted,) = predict_rows(read_rows(_file(tmp_path, SPREADSHEETS[case])))
     if case != "a decimal comma":
-        assert {name: predicted[name] for name in COLUMNS} == {
-            name: expected[name] for name in COLUMNS
-        }
+        for name in ("step_s", "step_low", "step_high", "peak_gib", "nearest", "note"):
+            assert predicted[name] == expected[name]
     assert float(predicted["step_s"]) == pytest.approx(float(expected["step_s"]), rel=0.2)
 
 
@@ -127,7 +128,6 @@ REFUSED = {
     "bytes": (b"\xff\xfe\x00gpu\xd8", "UTF"),
     "only a header": (",".join(GOOD).encode(), "no rows"),
     "nothing": (b"", "lacks the columns"),
-    "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
     "predictions": (
         _text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(),
         "output of labkit predict",
@@ -171,25 +171,12 @@ def test_the_command_writes_predictions_and_names_refused_rows(tmp_path, command
         assert (status, words in complaints, "Traceback" in complaints) == (2, True, False)
 
 
-def test_a_measured_bandwidth_is_a_column_or_an_option(tmp_path, command):
+def test_a_measured_bandwidth_is_a_column(tmp_path):
     nodes = GOOD | {"gpus": "64", "dp": "64", "global_batch": "256"}
     slow = {**nodes, "measured_bus_bandwidth": "10"}
     fast = {**nodes, "measured_bus_bandwidth": ""}
     first, second = predict_rows(read_rows(_file(tmp_path, _text([slow, fast]))))
     assert float(first["step_s"]) > 1.3 * float(second["step_s"])
-    path = _file(tmp_path, _text([nodes]))
-    status, out, _ = command("predict", str(path), "--measured-bus-bandwidth", "10")
-    assert status == 0
-    assert next(csv.DictReader(io.StringIO(out)))["step_s"] == first["step_s"]
-
-
-def test_a_terminal_without_unicode_gets_the_table_all_the_same(tmp_path):
-    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    row = GOOD | {"note": "größer", "wofür": "x"}
-    write_rows(predict_rows(read_rows(_file(tmp_path, _text([row])))), out)
-    out.flush()
-    assert b"gr??er" in out.buffer.getvalue()
-    assert b"wof?r" in out.buffer.getvalue().splitlines()[0]
 
 
 def test_every_published_row_is_read():
@@ -198,7 +185,7 @@ def test_every_published_row_is_read():
     frameworks = {(row.cells["group"], row.run.framework) for row in rows}
     assert {("dgxc", "maxtext"), ("megatron", "nemo")} <= frameworks  # Megatron-Core on H100
     more = read_rows(DATA / "more_training_runs.csv")
-    assert {row.refusal[:14] for row in more if row.run is None} == {"no run in fp32"}
+    assert {row.refusal[:17] for row in more if row.run is None} == {"no run in float32"}
 
 
 # as their makers print them, in billions

@@ -56,7 +56,6 @@ def test_fixed_fields_stay_and_nothing_is_sharded_over_one_rank(shard):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"gpus": 0}, "expected"),
         ({"gpus": 7, "global_batch": 8}, "no layout"),
         ({"tp": 3}, "tp is 3, and 8 GPUs"),
         ({"tp": 2, "pp": 8}, "tp x pp is 16"),

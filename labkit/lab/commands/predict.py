@@ -1,9 +1,10 @@
 """`labkit predict`: a table of training runs in, their predictions out."""
 
+import csv
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -19,43 +20,32 @@ def predict(
         Path,
         typer.Argument(
             metavar="ROWS.csv",
-            help=f"Runs, one per row, `-` for standard input; columns: {COLUMNS}.",
+            help=f"Runs, one per row; columns: {COLUMNS}.",
         ),
     ],
     output: Annotated[
         Path | None, typer.Option(help="File of the predictions.", show_default="printed")
-    ] = None,
-    measured_bus_bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-3,
-            help="GB/s of an all-reduce over all nodes (busbw of nccl-tests), of rows without it.",
-            show_default=False,
-        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
     ] = False,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
-    from labkit.scaling.predicted_table import predict_rows, write_rows
+    from labkit.scaling.prediction import predict_rows
     from labkit.scaling.table import read_rows
 
     try:
-        defaults = {}
-        if measured_bus_bandwidth is not None:  # as text, like the cells of the table
-            defaults["measured_bus_bandwidth"] = f"{measured_bus_bandwidth:g}"
-        table = read_rows(rows, defaults)
+        table = read_rows(rows)
         predicted = predict_rows(table)
         if as_json:
             print_json(
                 "predict", (_number(line, row) for line, row in enumerate(predicted, start=1))
             )
         elif output is None:
-            write_rows(predicted, sys.stdout)
+            _write(predicted, sys.stdout)
         if output is not None:
             with output.open("w", newline="", encoding="utf-8") as file:
-                write_rows(predicted, file)
+                _write(predicted, file)
     except BrokenPipeError:
         raise  # the reader has left, which is no mistake
     except (OSError, ValueError) as error:
@@ -69,7 +59,7 @@ def predict(
     refused = [
         (row.line, cells["note"])
         for row, cells in zip(table, predicted, strict=True)
-        if not cells["step_s"]
+        if "step_s" not in cells
     ]
     for line, note in refused:
         err.print(f"line {line}: {note.removeprefix('refused: ')}")
@@ -77,6 +67,14 @@ def predict(
         counts = f"{len(table) - len(refused)} predicted, {len(refused)} refused; {output}"
         (err if as_json else out).print(counts)
     raise typer.Exit(1 if refused else 0)
+
+
+def _write(rows: Sequence[Mapping[str, str]], file: TextIO) -> None:
+    """Write a CSV with every column that any row has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 def _number(line: int, row: Mapping[str, str]) -> dict[str, Any]:
