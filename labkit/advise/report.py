@@ -6,7 +6,7 @@ import numpy as np
 
 from labkit.advise.advice import Advice, strategy
 from labkit.advise.explain import Diagnosis, causal_share
-from labkit.advise.request import Question, flag
+from labkit.advise.request import TOKENS_PER_PARAMETER, Question, flag
 from labkit.lab.commands.console import table_lines
 from labkit.lab.units import counted, format_seconds, join_words
 from labkit.scaling.prediction import FITS_SHARE, Prediction
@@ -91,6 +91,9 @@ def _column(question: Question, one: Prediction) -> dict[str, str]:
     tokens = request.tokens
     steps = question.budget / tokens
     hours = steps * one.step_s / 3600 * request.gpus
+    budget = f"days, {_count(question.budget)} tokens"
+    if question.options.tokens is None:
+        budget += f" ({TOKENS_PER_PARAMETER} per parameter)"
     return {
         "arrangement": str(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
@@ -102,9 +105,7 @@ def _column(question: Question, one: Prediction) -> dict[str, str]:
         ),
         "MFU, causal half": _percent(one.mfu * causal_share(request)),
         "tokens per second": _with_interval(one, lambda step_s: tokens / step_s, _count),
-        f"days, {_count(question.budget)} tokens": _with_interval(
-            one, lambda step_s: steps * step_s / 86400, "{:.3g}".format
-        ),
+        budget: _with_interval(one, lambda step_s: steps * step_s / 86400, "{:.3g}".format),
         "GPU-hours": _count(hours),
     }
 

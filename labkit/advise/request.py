@@ -148,8 +148,6 @@ def make_request(options: Options) -> Question:
         )
     seq_len = options.sequence or SEQUENCE
     tokens = options.tokens_per_step or TOKENS_PER_STEP
-    if options.tokens is None:
-        assumptions.append(f"{TOKENS_PER_PARAMETER} tokens per parameter")
     global_batch = round_batch(tokens, seq_len, options.gpus)
     if global_batch * seq_len != tokens:
         assumptions.append(f"{global_batch} sequences per step, which the ranks can divide")
