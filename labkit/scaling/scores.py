@@ -1,13 +1,8 @@
-"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, and trainings by part."""
-
-from collections.abc import Sequence
+"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs."""
 
 import pandas as pd
 
 from labkit.scaling import DATA
-from labkit.scaling.hardware import find_hardware
-from labkit.scaling.models import find_model
-from labkit.scaling.search import Request, rank
 
 
 def held_out() -> pd.DataFrame:
@@ -46,20 +41,3 @@ def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
 def chosen_layouts() -> pd.DataFrame:
     """Return percent by which proposed layouts are behind the best measured one, by table."""
     return pd.read_csv(DATA / "chosen_layouts.csv")
-
-
-def training(
-    model: str, gpu: str, gpus: Sequence[int], *, sequence: int = 8192, tokens_per_step: int = 2**24
-) -> pd.DataFrame:
-    """Return GPU-hours per billion tokens by part, on the best layout per number of GPUs."""
-    rows = []
-    for count in gpus:
-        batch = max(tokens_per_step // sequence, 1)
-        request = Request(find_model(model), find_hardware(gpu), count, sequence, batch)
-        best = rank(request).first()
-        hours = count / 3600 * 1e9 / request.tokens
-        rows += [
-            {"gpus": count, "part": part, "gpu_hours": hours * value}
-            for part, value in best.sums_s.items()
-        ]
-    return pd.DataFrame(rows)
