@@ -49,7 +49,7 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     parts = {name: m * counts[slowest] * seconds for name, seconds in layer.items()}
     _, bubble = schedule_s(runs, stage)
     updated = rank_parameters(runs) / runs.shard_ranks
-    return parts | {
+    parts |= {
         "head_s": m * head * is_last[slowest],
         "pipeline_transfer_s": m * transfer,
         "engine_s": np.where(runs.has("old_pipeline"), old_pipeline_s(runs), 0.0),
@@ -57,6 +57,7 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
         "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
         "data_parallel_s": data_parallel_s(runs, stage[slowest]),
     }
+    return {name: seconds * runs["site_factor"] for name, seconds in parts.items()}
 
 
 def predict_step_s(runs: Runs) -> Numbers:
