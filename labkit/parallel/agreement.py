@@ -137,7 +137,6 @@ def describe_parameter(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)}, {tensor.dtype}, {trained}"
 
 
-@disable_compile
 def describe_values(tensor: Tensor, group: Group = None) -> str:
     """Describe shape, dtype and values, by a checksum, for an agreement of the group.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from labkit.parallel.failures import check_group, report_failure
+from labkit.parallel.failures import report_failure
 from labkit.parallel.overlap import tensors_in
 from labkit.parallel.prepare import disable_compile
 from labkit.torch_private import queue_callback
@@ -73,10 +73,6 @@ def report_failures(module: nn.Module, group: dist.ProcessGroup) -> None:
     backward = BackwardPass(group)
 
     @disable_compile
-    def before_forward(*_: object) -> None:
-        check_group(group)
-
-    @disable_compile
     def after_forward(_: nn.Module, __: object, outputs: Any) -> None:
         error = sys.exception()
         if outputs is None and isinstance(error, Exception):
@@ -89,5 +85,4 @@ def report_failures(module: nn.Module, group: dist.ProcessGroup) -> None:
         if not backward.is_running:
             backward.begin(lambda: None)
 
-    module.register_forward_pre_hook(before_forward)
     module.register_forward_hook(after_forward, always_call=True)

@@ -31,6 +31,7 @@ from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.context_blocks import add_gradients, attend_to_block
 from labkit.parallel.context_layout import Group, count_parts
 from labkit.parallel.exchange import exchange, start_exchange
+from labkit.parallel.failures import check_group
 from labkit.parallel.messages import cpu_group
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.transport import AUTO, member_group
@@ -72,8 +73,7 @@ def gather_attention(
     layout: str = "zigzag",
     transport: str = AUTO,
 ) -> Tensor:
-    """Compute the same as `ring_attention` with all keys and values on every rank. Same arguments
-    and errors."""
+    """Compute as `ring_attention`, with all keys and values on every rank at once."""
     return _attend(_Gathered, q, k, v, is_causal, group, layout, transport)
 
 
@@ -116,6 +116,7 @@ def _attend(
     transport: str,
 ) -> Tensor:
     members = member_group(group)
+    check_group(members)
     call = {
         "shape of q": tuple(q.shape),
         "shape of k": tuple(k.shape),

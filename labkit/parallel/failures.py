@@ -16,8 +16,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -77,16 +75,6 @@ def explain_failure(error: RuntimeError | None, store: Any) -> None:
         raise GroupOver(
             f"{reason}; it failed alone, so this group is over: make a new one, and a new wrapper"
         ) from error
-
-
-@contextmanager
-def explained(group: dist.ProcessGroup) -> Iterator[None]:
-    """Explain failures of torch's collectives in a block."""
-    try:
-        yield
-    except RuntimeError as error:
-        explain_failure(error, group.get_group_store())
-        raise
 
 
 def describe_error(error: BaseException) -> str:

@@ -123,22 +123,33 @@ def fork_seed(group: Group = None) -> Iterator[None]:
     The seed inside is drawn from torch's generator, so `torch.manual_seed` decides both, and a
     layer that `torch.utils.checkpoint` computes again draws the same numbers.
     """
-    # On the CPU: reading a number from a GPU would wait for it.
-    seed = int(torch.randint(2**31, (), device="cpu")) + member_group(group).rank()
-    # As `torch.random.fork_rng` and `torch.manual_seed` do, which take 0.1 ms: a model enters two
-    # blocks per layer.
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    has_gpu = torch.cuda.is_initialized()
-    if has_gpu:
-        gpu_state = torch.cuda.get_rng_state()
-        torch.cuda.manual_seed(seed)
+    states = fork_generators(member_group(group))
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        if has_gpu:
-            torch.cuda.set_rng_state(gpu_state)
+        restore_generators(states)
+
+
+def fork_generators(group: dist.ProcessGroup) -> list[Tensor]:
+    """Seed torch's generators as `fork_seed`; return their states for `restore_generators`.
+
+    A model enters two blocks per layer, and `torch.random.fork_rng` takes 0.1 ms.
+    """
+    # On the CPU: reading a number from a GPU would wait for it.
+    seed = int(torch.randint(2**31, (), device="cpu")) + group.rank()
+    states = [torch.default_generator.get_state()]
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+        torch.cuda.manual_seed(seed)
+    return states
+
+
+def restore_generators(states: Sequence[Tensor]) -> None:
+    """Go on with the random numbers from before `fork_generators`."""
+    torch.default_generator.set_state(states[0])
+    for gpu_state in states[1:]:
+        torch.cuda.set_rng_state(gpu_state)
 
 
 def _count_copies(parameter: Any, groups: Sequence[dist.ProcessGroup]) -> int:

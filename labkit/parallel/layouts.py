@@ -11,10 +11,13 @@ of a `CutParameter` is a `CutGradient`; state dicts have DTensors (`labkit.paral
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import CodeType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from labkit.torch_private import AMP_CHECK, FOREACH_NORM, DisableTorchFunctionSubclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """How the ranks of a group have a parameter."""
 
@@ -171,6 +174,9 @@ _REDUCTIONS = ("mean", "sum", "max", "min", "amax", "amin", "var", "std")
 _MIXES_ELEMENTS = {*_PRODUCTS, *_DECOMPOSITIONS, *_NORMS, *_REDUCTIONS}
 
 
+_GRAD: Any = Tensor.grad
+
+
 class CutParameter(nn.Parameter):
     """This rank's part of a parameter. Its `grad` is a `CutGradient`, whoever has set it.
 
@@ -178,28 +184,29 @@ class CutParameter(nn.Parameter):
     user puts in their place later.
     """
 
+    elementwise_reader: CodeType | None = None
+    """The method by which an optimizer of `ELEMENTWISE` reads the gradient, once one has."""
     is_watched = False
     """Whether an optimizer has read the gradient, and is watched if it is not torch's."""
 
-    @property
-    def grad(self) -> Any:
-        """The gradient of this rank's part."""
+    def _read_gradient(self) -> Any:
+        """Return the gradient of this rank's part."""
         if not self.is_watched:
             self._watch_optimizer()
         gradient = _GRAD.__get__(self)
-        if type(gradient) is Tensor:
+        reader = sys._getframe(1).f_code
+        if reader is self.elementwise_reader or reader is _ZERO_GRAD:
+            # Such an optimizer gets ordinary tensors: Python would see each operator of its step,
+            # for nothing.
+            if isinstance(gradient, CutTensor) and reader is not _ZERO_GRAD:
+                return gradient.as_subclass(Tensor)
+        elif type(gradient) is Tensor:
             gradient = gradient.as_subclass(CutGradient)
             gradient.group = cast(Layout, find_cut(self)).group
             _GRAD.__set__(self, gradient)  # the same object the next time, as of any parameter
         return gradient
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
+    grad: Any = property(_read_gradient, _GRAD.__set__, _GRAD.__delete__)
 
     def _watch_optimizer(self) -> None:
         """Watch the steps of the optimizer that reads the gradient, if one does.
@@ -212,13 +219,16 @@ class CutParameter(nn.Parameter):
             optimizer = frame.f_locals.get("self")
             if isinstance(optimizer, torch.optim.Optimizer):
                 self.is_watched = True
-                is_ours = type(optimizer).__module__.startswith("labkit.")  # has torch's inside
-                if type(optimizer) not in ELEMENTWISE and not is_ours and optimizer not in _watched:
+                kind: Any = type(optimizer)
+                is_ours = kind.__module__.startswith("labkit.")  # has torch's inside
+                if kind in ELEMENTWISE:
+                    self.elementwise_reader = kind._init_group.__code__
+                elif not is_ours and optimizer not in _watched:
                     _watched.add(optimizer)
-                    optimizer.register_step_pre_hook(_begin_step)
-                    optimizer.register_step_post_hook(_end_step)
+                    optimizer.register_step_pre_hook(partial(_set_classes, True))
+                    optimizer.register_step_post_hook(partial(_set_classes, False))
                     if frame.f_code.co_name != "zero_grad":
-                        _begin_step(optimizer)  # its first step has begun
+                        _set_classes(True, optimizer)  # its first step has begun
                 return
             if frame.f_back is None:
                 return
@@ -252,22 +262,17 @@ ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
 )
+_ZERO_GRAD = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _begin_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    _set_classes(optimizer, CutParameterInStep, CutTensorInStep)
-
-
-def _end_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    _set_classes(optimizer, CutParameter, CutGradient)
-
-
-def _set_classes(
-    optimizer: torch.optim.Optimizer,
-    parameter_class: type[CutParameter],
-    gradient_class: type[CutTensor],
-) -> None:
+def _set_classes(is_in_step: bool, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Give cut parameters and gradients the classes that refuse norms, or their usual ones."""
+    parameter_class = CutParameter
+    gradient_class: type[CutTensor] = CutGradient
+    if is_in_step:
+        parameter_class = CutParameterInStep
+        gradient_class = CutTensorInStep
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, CutParameter):
@@ -275,9 +280,6 @@ def _set_classes(
                 if isinstance(gradient, CutTensor):
                     gradient.__class__ = gradient_class
                 parameter.__class__ = parameter_class
-
-
-_GRAD: Any = Tensor.grad
 
 
 def _norm_of_parts(

@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.failures import explained
+from labkit.parallel.failures import explain_failure
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.traffic import record_collective
 from labkit.parallel.transport import CHOICES, make_separate_transport, member_group
@@ -220,8 +220,11 @@ class BackgroundAllReduce:
         return partial(self._wait, work)
 
     def _wait(self, work: dist.Work) -> None:
-        with explained(member_group(self.group)):
+        try:
             work.wait()
+        except RuntimeError as error:
+            explain_failure(error, member_group(self.group).get_group_store())
+            raise
 
     def average(self, vector: Tensor) -> None:
         """Replace the vector by its mean over ranks."""

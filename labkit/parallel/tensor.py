@@ -160,21 +160,35 @@ class TensorParallel(nn.Module):
             add_layout(parameter, self._layouts[name])
 
     def _describe_parameters(self) -> dict[str, str]:
-        """Return what each parameter is now. ValueError for one that the cut did not see.
+        """Return which parameters are frozen. ValueError for one that the cut did not see.
 
         The ranks would have other values of it, and its gradient might be a part of a sum.
         """
+        # A layer of another cut model has layouts too, perhaps of other ranks.
+        own = {*self._layouts.values()}
+        layers = [self.module]
+        parameters: list[Any] = []
+        for layer in layers:
+            if layer is not None:
+                layers += layer._modules.values()
+                parameters += layer._parameters.values()
+        is_as_cut = [
+            parameter is None
+            or (parameter.requires_grad and not own.isdisjoint(get_layouts(parameter)))
+            for parameter in parameters
+        ]
+        if all(is_as_cut):
+            return {}
+        # Names only now: finding them takes longer than all else in the agreement.
         description = {}
-        # By identity: a layer of another cut model has layouts too, perhaps of other ranks.
-        own = {id(layout) for layout in self._layouts.values()}
         for name, parameter in self.module.named_parameters():
-            was_cut_here = any(id(layout) in own for layout in get_layouts(parameter))
-            if not was_cut_here:
+            if own.isdisjoint(get_layouts(parameter)):
                 raise ValueError(
                     f"{name} was added or replaced after the cut (by an adapter, assign=True or"
                     " to_empty()): change the model, then cut it"
                 )
-            description[name] = "trained" if parameter.requires_grad else "frozen"
+            if not parameter.requires_grad:
+                description[f"frozen {name}"] = ""
         return description
 
     def forward(self, inputs: Any, targets: Any = None, **options: Any) -> Any:

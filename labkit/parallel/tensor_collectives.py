@@ -17,7 +17,6 @@ Letters as in `labkit.nn.transformer`; p ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from labkit.parallel.failures import explained
-from labkit.parallel.gradients import fork_seed
+from labkit.parallel.failures import explain_failure
+from labkit.parallel.gradients import fork_generators, restore_generators
 from labkit.parallel.layouts import Layout
 
 TORCH = "torch"
@@ -41,7 +40,8 @@ class Ranks:
     group: dist.ProcessGroup
     transport: str
     sequence_parallel: bool
-    _local: list[AbstractContextManager[None]] = field(default_factory=list)
+    _outside: list[list[Tensor]] = field(default_factory=list)
+    """Generators' states outside of what differs between ranks; empty in evaluation."""
 
     def __deepcopy__(self, memo: object) -> Ranks:
         return self  # a process group cannot be copied; copies of a model share it
@@ -64,28 +64,34 @@ class Ranks:
 
     def begin_local(self, layer: nn.Module) -> None:
         """Begin what differs between ranks: the inside of a block, or dropout. See `fork_seed`."""
-        local = fork_seed(self.group) if layer.training else nullcontext()
-        local.__enter__()
-        self._local.append(local)
+        self._outside.append(fork_generators(self.group) if layer.training else [])
 
     def end_local(self) -> None:
         """Go on with activations and random numbers that all ranks have. Idempotent."""
-        if self._local:
-            self._local.pop().__exit__(None, None, None)
+        if self._outside:
+            states = self._outside.pop()
+            if states:
+                restore_generators(states)
 
     @property
     def is_local(self) -> bool:
         """Whether activations differ between ranks here."""
-        return bool(self._local)
+        return bool(self._outside)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.transport == TORCH:
-            with explained(self.group):
-                dist.all_reduce(tensor, group=self.group)
+            self._call_torch(dist.all_reduce, tensor)
         else:
             all_reduce(tensor, self.group, "sum", transport=self.transport)
         return tensor
+
+    def _call_torch(self, collective: Callable[..., Any], *tensors: Any) -> None:
+        try:
+            collective(*tensors, group=self.group)
+        except RuntimeError as error:
+            explain_failure(error, self.group.get_group_store())
+            raise
 
     def copy_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, contiguous."""
@@ -97,8 +103,7 @@ class Ranks:
         if self.transport == TORCH:  # gloo gathers equal parts only
             padded = torch.cat([part.reshape(-1), part.new_empty(max(sizes) - part.numel())])
             landings = [torch.empty_like(padded) for _ in sizes]
-            with explained(self.group):
-                dist.all_gather(landings, padded, group=self.group)
+            self._call_torch(dist.all_gather, landings, padded)
             return torch.cat(
                 [landing[:size] for landing, size in zip(landings, sizes, strict=True)]
             )
@@ -120,8 +125,7 @@ class Ranks:
         part = x.new_empty(x.shape[0], x.shape[1] // self.group.size(), x.shape[2])
         if self.transport == TORCH:
             parts = list(x.reshape(-1).split(part.numel()))
-            with explained(self.group):
-                dist.reduce_scatter(part.view(-1), parts, group=self.group)
+            self._call_torch(dist.reduce_scatter, part.view(-1), parts)
         else:
             into = part.view(-1)
             reduce_scatter(x.contiguous(), self.group, "sum", into=into, transport=self.transport)

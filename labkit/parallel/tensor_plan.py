@@ -145,16 +145,20 @@ def apply_rules(model: nn.Module, rules: Rules, ranks: Ranks) -> None:
         layer.register_forward_hook(partial(_end_local, ranks), always_call=True)
 
 
-def _enter_block(ranks: Ranks, block: nn.Module, inputs: Any, options: Any) -> Any:
+def _enter_block(
+    ranks: Ranks, block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     """Bring a block's first input into it; it leaves at the block's columns."""
-    given = {**dict(enumerate(inputs)), **options}
-    first, *others = given
-    # the gradient of a second input would be this rank's part only
-    if any(isinstance(given[key], Tensor) and given[key].requires_grad for key in others):
-        raise ValueError("expected a block of which only the first input requires a gradient")
-    given[first] = ranks.enter(given[first])
+    first, *others = [*inputs, *options.values()]
+    for other in others:
+        # its gradient would be this rank's part only
+        if isinstance(other, Tensor) and other.requires_grad:
+            raise ValueError("expected a block of which only the first input requires a gradient")
+    entered = ranks.enter(first)
     ranks.begin_local(block)
-    return tuple(given[key] for key in range(len(inputs))), {key: given[key] for key in options}
+    if inputs:
+        return (entered, *inputs[1:]), options
+    return inputs, {**options, next(iter(options)): entered}
 
 
 def _begin_local(ranks: Ranks, layer: nn.Module, _: Any) -> None:
