@@ -21,17 +21,17 @@ PREFIX = "module."
 
 
 @cache
-def _make_mesh(group: dist.ProcessGroup, device: str) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh  # torch's DTensor takes half a second
+def _find_mesh(group: dist.ProcessGroup, device: str) -> Any:
+    from labkit.parallel.sharding.sharded import make_mesh
 
-    return DeviceMesh.from_group(group, device)
+    return make_mesh(group, device)
 
 
 def _as_dtensor(part: Tensor, layout: Layout) -> Any:
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Shard  # takes half a second
 
     assert layout.dim is not None
-    mesh = _make_mesh(layout.group, part.device.type)
+    mesh = _find_mesh(layout.group, part.device.type)
     stride = torch.empty(layout.shape, device="meta").stride()
     return DTensor.from_local(
         part,
