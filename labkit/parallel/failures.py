@@ -13,8 +13,8 @@ group is over: its connections are closed, and ranks that wait raise, with the r
 
 from __future__ import annotations
 
+import atexit
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -27,11 +27,22 @@ from labkit.parallel.transport import Group, abort, member_group
 NAPS = 30
 NAP_S = 0.05
 _END = "labkit: why the group is over"
+# Seconds in which a thread ends with its program, unless the store is gone.
+EXIT_S = 5
 
 # The thread of this rank's last failure, until the next pass.
 _decisions: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = (
     weakref.WeakKeyDictionary()
 )
+_program_ends = threading.Event()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let decisions be made now: a thread in torch when Python ends would abort the program."""
+    _program_ends.set()
+    for decision in [*_decisions.values()]:
+        decision.join(EXIT_S)
 
 
 class GroupOver(RuntimeError):
@@ -93,15 +104,17 @@ def _decide(members: dist.ProcessGroup, reason: str) -> None:
         group_store: Any = members.get_group_store()
         store = group_store.clone()
         number = store.add(_count_key(members.rank()), 1)
-        for _ in range(NAPS):
+        naps = 0
+        # If it is over, this rank fails because another one has, and others may wait for this one.
+        while not store.check([_END]):
             counts = [store.add(_count_key(rank), 0) for rank in range(members.size())]
-            if store.check([_END]):
-                break  # this rank fails because another one has, and others may wait for this one
             if min(counts) >= number:
                 return
-            time.sleep(NAP_S)
-        else:
-            store.set(_END, reason)
+            if naps == NAPS or _program_ends.is_set():
+                store.set(_END, reason)
+                break
+            naps += 1
+            _program_ends.wait(NAP_S)
         abort(members)
     except Exception:
         return  # the program has ended meanwhile, and its store with it

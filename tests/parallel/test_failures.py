@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -161,3 +164,20 @@ def test_a_store_that_is_gone_hides_no_error() -> None:
     server, client = _stores()
     del server
     explain_failure(RuntimeError("connection closed by peer"), client)
+
+
+PROGRAM = f"""
+from datetime import timedelta
+import torch.distributed as dist
+from labkit.parallel.failures import report_failure
+
+{inspect.getsource(_Pair)}
+{inspect.getsource(_stores)}
+server, client = _stores()
+report_failure(ZeroDivisionError("by a user"), _Pair(client))
+"""
+
+
+def test_a_program_may_end_right_after_a_failure() -> None:
+    end = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (end.returncode, end.stderr) == (0, "")
