@@ -299,7 +299,9 @@ class Pipeline(nn.Module):
             if is_used_anywhere and self.rank in names:
                 parameter = self.get_parameter(names[self.rank])
                 sum_tied(parameter, list(names), self.group, self._transport)
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        gradients = []
+        if factor != 1 or scaler is not None:
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if factor != 1 and gradients:
             foreach_mul_(gradients, factor)
         if scaler is not None:

@@ -43,9 +43,11 @@ def agree_on_batch(
     loss, and each rank divides its gradients.
     """
     group = pipeline.group
-    parameters = dict(pipeline.named_parameters(remove_duplicate=False))
-    local = [parameters.get(names.get(group.rank(), "")) for names in tied]
-    flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
+    flags = []
+    if tied:
+        parameters = dict(pipeline.named_parameters(remove_duplicate=False))
+        local = [parameters.get(names.get(group.rank(), "")) for names in tied]
+        flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
 
     def describe() -> dict[str, str]:
         _check_batch(inputs, targets, pipeline.micro_batches, loss_function)
