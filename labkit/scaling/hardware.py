@@ -38,7 +38,7 @@ class Hardware:
     multiprocessors: int = 132
     gpus_per_node: int = 8
     link_gpus: int = 0
-    """GPUs in one domain of fast links; 0 is one node."""
+    """GPUs in a rack of fast links; 0 where a node has them alone."""
     bus_gb_s: float = 0.0
     """Measured bus bandwidth of an all-reduce over the job's nodes; 0 if nobody measured it."""
 
@@ -57,15 +57,11 @@ class Hardware:
         bus_gb_s: float | None = None,
     ) -> "Hardware":
         """Return the same GPU in another node or network; None keeps the declared value."""
-        # A rack of linked nodes stays one. Otherwise a domain of fast links is the new node.
-        has_rack = self.link_gpus > self.gpus_per_node
-        rack_gpus = self.link_gpus if has_rack else 0
         return replace(
             self,
             network_gbps=network_gbps or self.network_gbps,
             gpus_per_node=gpus_per_node or self.gpus_per_node,
             bus_gb_s=bus_gb_s or self.bus_gb_s,
-            link_gpus=max(gpus_per_node or 0, rack_gpus),
         )
 
 
