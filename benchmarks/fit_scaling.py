@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from folds import Fold, make_folds, model_parts
+from folds import Fold, cards_of, make_folds, model_parts
 from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, intervals, memory
@@ -200,7 +200,7 @@ def cross_validate(published: Runs, fold: Fold) -> pd.DataFrame:
     predicted_s = predict_step_s(runs)
     sources = intervals.find_sources(runs, measured)
     range_low, range_high = intervals.profile_range(runs, predicted_s, sources)
-    is_new_gpu = ~np.isin(runs.card, measured.card)
+    is_new_gpu = ~np.isin(cards_of(runs), cards_of(measured))
     return pd.DataFrame(
         {
             "fold": fold.name,

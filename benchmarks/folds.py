@@ -57,7 +57,7 @@ def make_folds(runs: Runs) -> Iterator[Fold]:
     # Only GPUs whose generation has another: one alone is the fold without its generation.
     cards = [
         rows
-        for rows in _each(runs.card)
+        for rows in _each(cards_of(runs))
         if np.isin(runs.architecture[~rows], runs.architecture[rows]).any()
     ]
     # Not "none": without DDP little is left to fit.
@@ -89,6 +89,11 @@ def make_folds(runs: Runs) -> Iterator[Fold]:
                 fold = Fold(name, is_judged=rows & is_large, is_hidden=rows | is_large)
             if (fold.is_judged & is_timed(runs)).any():
                 yield fold
+
+
+def cards_of(runs: Runs) -> NDArray[np.str_]:
+    """Name of each run's GPU; `name` is that of its model."""
+    return np.array([run.hardware.name for run in runs.origin])
 
 
 def _each(column: NDArray[np.generic]) -> list[Flags]:

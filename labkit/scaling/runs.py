@@ -204,11 +204,6 @@ class Runs:
         return {name: np.unique(column, return_inverse=True) for name, column in columns.items()}
 
     @cached_property
-    def card(self) -> Texts:
-        """Name of each run's GPU."""
-        return np.array([run.hardware.name for run in self.origin])
-
-    @cached_property
     def tokens(self) -> Numbers:
         """Tokens per micro-batch and rank: b S / cp."""
         return self.micro_batch * self.seq_len / self.cp
