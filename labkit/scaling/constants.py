@@ -1,6 +1,6 @@
 """The predictor's constants, read from `constants.csv`, and profiles that change them.
 
-A constant has a quantity and a key: "all", the architecture of the GPU (the quantities in
+A constant has a quantity and a key: the architecture of the GPU (the quantities in
 `BY_ARCHITECTURE`), or the framework; "default" is for every other name. A constant with a spread
 was fitted to published runs by `benchmarks/fit_scaling.py`: `value` is the result, `prior` the
 likely value, `spread` the standard deviation of ln(value) around it, within `low` and `high`. Other
@@ -81,10 +81,7 @@ class Constants:
         values = self.table[quantity]
         while name not in values and name in self.parents:
             name = self.parents[name]
-        for key in (name, "default"):
-            if key in values:
-                return values[key]
-        return values["all"]
+        return values.get(name, values["default"])
 
     def with_profile(self, name: str, base: str, values: Mapping[str, float]) -> "Constants":
         """Return these constants with a user's profile `name`: `base` with other `values`."""
