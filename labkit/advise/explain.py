@@ -21,8 +21,6 @@ PCIE_GB_S = 25.0
 SHORT_SEQUENCE = 512
 # Up to this distance a published run is like the user's; 1 is twice as many GPUs.
 LIKE_YOURS = 4.0
-# A run is slow below this share of the least MFU that published runs like it reach.
-BELOW = 0.95
 # Below this factor another layout may be faster by the predictor's error alone.
 FASTER = 1.1
 # What leaves more than this share of the predicted MFU explains nothing that anybody would notice.
@@ -64,13 +62,6 @@ class Diagnosis:
         runs = Runs(alike)
         reached = peak_s(runs) / runs.step_s
         return float(reached.min()), float(reached.max())
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the step is longer than predicted, or than in runs like this one."""
-        # An interval may hold nearly everything, as that of a framework without published runs.
-        least = self.neighbor_mfu[0] if self.neighbor_mfu else 0.0
-        return self.step_s > self.expected.interval_90[1] or self.mfu < BELOW * least
 
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""

@@ -18,6 +18,8 @@ RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"
 MAX_ROWS = 6
 # A smaller predicted difference is a tie: the predictor's error is larger.
 CLEAR = 0.03
+# A run is slow below this share of the least MFU that published runs like it reach.
+BELOW = 0.95
 
 
 def report_advice(question: Question, advice: Advice) -> Iterator[str]:
@@ -90,7 +92,6 @@ def _column(question: Question, one: Prediction) -> dict[str, str]:
     layout = one.layout
     tokens = request.tokens
     steps = question.budget / tokens
-    hours = steps * one.step_s / 3600 * request.gpus
     budget = f"days, {_count(question.budget)} tokens"
     if question.options.tokens is None:
         budget += f" ({TOKENS_PER_PARAMETER} per parameter)"
@@ -106,7 +107,7 @@ def _column(question: Question, one: Prediction) -> dict[str, str]:
         "MFU, causal half": _percent(one.mfu * causal_share(request)),
         "tokens per second": _with_interval(one, lambda step_s: tokens / step_s, _count),
         budget: _with_interval(one, lambda step_s: steps * step_s / 86400, "{:.3g}".format),
-        "GPU-hours": _count(hours),
+        "GPU-hours": _count(steps * one.step_s / 3600 * request.gpus),
     }
 
 
@@ -191,7 +192,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
     if diagnosis.step_s > high_s:
         factor = diagnosis.step_s / expected.step_s
         return f"Slower than predicted: the step takes {factor:.1f} times as long."
-    if diagnosis.is_slow and reached:
+    # An interval may hold nearly everything, as that of a framework without published runs.
+    if reached and diagnosis.mfu < BELOW * reached[0]:
         least, most = (mfu / diagnosis.mfu for mfu in reached)
         return f"Slower than runs like yours: {least:.1f} to {most:.1f} times their time per step."
     if other:

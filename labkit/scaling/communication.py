@@ -108,13 +108,6 @@ def pipeline_transfer_s(runs: Runs) -> Numbers:
     return np.where(runs.pp > 1, 2 * runs.vp * seconds, 0.0)
 
 
-def old_pipeline_s(runs: Runs) -> Numbers:
-    """Return seconds that nanotron's pipeline lost before a fix."""
-    # Per micro-batch and neighbor, and once through the stages.
-    exchanges = runs.micro_batches * np.minimum(runs.pp - 1, 2) + runs.pp - 2
-    return np.where(runs.pp > 1, runs["old_pipeline_s"] * exchanges, 0.0)
-
-
 def rank_parameters(runs: Runs) -> Numbers:
     """Return parameters of a rank in the fullest stage."""
     layers = runs.stage_layers.max(axis=1) * runs.layer_parameters

@@ -15,7 +15,6 @@ from labkit.scaling.communication import (
     BF16,
     context_ring_s,
     data_parallel_s,
-    old_pipeline_s,
     parameter_gather_s,
     pipeline_transfer_s,
     rank_parameters,
@@ -49,10 +48,14 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     parts = {name: m * counts[slowest] * seconds for name, seconds in layer.items()}
     _, bubble = schedule_s(runs, stage)
     updated = rank_parameters(runs) / runs.shard_ranks
+    # What nanotron's pipeline lost before a fix: per micro-batch and neighbor, and once through the
+    # stages.
+    is_old = runs.has("old_pipeline") & (runs.pp > 1)
+    exchanges = m * np.minimum(runs.pp - 1, 2) + runs.pp - 2
     parts |= {
         "head_s": m * head * is_last[slowest],
         "pipeline_transfer_s": m * transfer,
-        "engine_s": np.where(runs.has("old_pipeline"), old_pipeline_s(runs), 0.0),
+        "engine_s": np.where(is_old, runs["old_pipeline_s"] * exchanges, 0.0),
         "bubble_s": bubble,
         "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
         "data_parallel_s": data_parallel_s(runs, stage[slowest]),
