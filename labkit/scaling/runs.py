@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -87,15 +88,19 @@ def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
 
 
 def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
-    if model.heads % layout.tp:
-        yield f"{model.heads} heads cannot be divided over tp = {layout.tp}"
-    if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):
-        yield (
-            f"sequence parallelism cannot divide {seq_len // layout.cp} tokens over tp ="
-            f" {layout.tp}"
-        )
-    if seq_len % layout.cp:
-        yield f"{seq_len} tokens cannot be divided over cp = {layout.cp}"
+    replica = layout.global_batch // layout.dp
+    divided = [
+        (model.heads, "heads", "tp", layout.tp),
+        (seq_len, "tokens", "cp", layout.cp),
+        (layout.global_batch, "sequences", "dp", layout.dp),
+        (replica, "sequences per replica", "micro_batch", layout.micro_batch),
+    ]
+    if layout.sequence_parallel:
+        divided.append((seq_len // layout.cp, "tokens of sequence parallelism", "tp", layout.tp))
+    for count, things, name, parts in divided:
+        if count % parts:
+            near = nearest_divisor(count, parts)
+            yield f"{count} {things} cannot be divided over {name} = {parts}; nearest is {near}"
     chunks = layout.pp * layout.vp
     # Embedding and loss may stand for a layer each: Llama 3 405B has 126 layers on 8 x 16 chunks
     # (arXiv:2407.21783, section 3.3.2).
@@ -103,13 +108,12 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
         yield f"pp x vp = {chunks} stages are more than {model.layers} layers"
     if layout.vp > 1 and layout.pp == 1:
         yield f"vp = {layout.vp} interleaves stages of a pipeline, and pp is 1"
-    if layout.global_batch % layout.dp:
-        yield f"a global batch of {layout.global_batch} cannot be divided over dp = {layout.dp}"
-    elif layout.global_batch % (layout.dp * layout.micro_batch):
-        yield (
-            f"{layout.global_batch // layout.dp} sequences per replica are no multiple of"
-            f" {layout.micro_batch}"
-        )
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of a number that is nearest to a wanted one."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return min((*small, *(number // n for n in small)), key=lambda n: abs(n - wanted))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from labkit.scaling.runs import (
     Runs,
     Shard,
     impossible_reason,
+    nearest_divisor,
 )
 
 MAX_MICRO_BATCH = 64
@@ -201,12 +202,9 @@ def _no_layout_reason(request: Request) -> str:
     degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
     total = prod(degrees.values())
     if gpus % total:
-        divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-        near = min(divisors, key=lambda n: abs(n - total))
-        return (
-            f"{' x '.join(degrees)} is {total}, and {gpus} GPUs cannot be divided by it: the"
-            f" nearest that divides them is {near}"
-        )
+        near = nearest_divisor(gpus, total)
+        name = " x ".join(degrees)
+        return f"{gpus} GPUs cannot be divided over {name} = {total}; nearest is {near}"
     # If all other degrees are fixed, so is this one.
     dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
     layout = Layout(**{**fixed, "global_batch": batch, "dp": dp})

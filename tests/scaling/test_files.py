@@ -47,7 +47,10 @@ WRONG = [
     ({"precision": "nvfp4"}, "nearest known precision is fp8"),
     ({"precision": "fp8", "gpu": "A100"}, "no fp8 matmuls"),
     ({"dp": "0"}, "expected dp"),
-    ({"micro_batch": "3"}, "no multiple of 3"),
+    (
+        {"micro_batch": "3"},
+        "8 sequences per replica cannot be divided over micro_batch = 3; nearest is 2",
+    ),
     (
         {"layers": "100000", "hidden": "1000000", "heads": "1000"},
         "too far from every published run",
