@@ -30,27 +30,19 @@ def advise(
     gpus: Annotated[Text, _option("Number of GPUs.")] = None,
     gpu: Annotated[Text, _option("GPU: h100, a100-40gb, h200, b200, mi300x, 4090, ...")] = None,
     gpus_per_node: Annotated[Text, _option("GPUs that share a node; default 8.")] = None,
-    network_gbps: Annotated[
-        Text, _option("Gbit/s of all links of a node, in one direction.")
-    ] = None,
+    network_gbps: Annotated[Text, _option("Gbit/s of all links of a node, one way.")] = None,
     measured_bus_bandwidth: Annotated[
         Text, _option("GB/s of an all-reduce over all nodes, as nccl-tests print it (busbw).")
     ] = None,
-    tokens_per_step: Annotated[
-        Text, _option("Tokens per step of all GPUs together; default 4M.")
-    ] = None,
+    tokens_per_step: Annotated[Text, _option("Tokens per step of all GPUs; default 4M.")] = None,
     sequence: Annotated[Text, _option("Tokens per sequence; default 4096.")] = None,
     precision: Annotated[Text, _option("bf16, fp16 or fp8; default bf16.")] = None,
-    tokens: Annotated[
-        Text, _option("Tokens to train on, such as 15T; default 20 per parameter.")
-    ] = None,
+    tokens: Annotated[Text, _option("Tokens to train on; default 20 per parameter.")] = None,
     framework: Annotated[
         Text, _option("Framework: nemo, megatron-bridge, torchtitan, fsdp2, nanotron, mosaic, ...")
     ] = None,
     calibrate: Annotated[Text, _option("A CSV of three or more of your runs, with step_s.")] = None,
-    tokens_per_second: Annotated[
-        Text, _option("With --explain: measured rate of all GPUs.")
-    ] = None,
+    tokens_per_second: Annotated[Text, _option("With --explain: rate of all GPUs.")] = None,
     mfu: Annotated[Text, _option("With --explain: measured MFU in percent.")] = None,
     tp: Annotated[
         Text, _option("Tensor-parallel ranks. This and the following are searched unless set.")
