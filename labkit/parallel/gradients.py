@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.parallel.layouts import CutGradient, find_layout
+from labkit.parallel.cut_tensors import CutGradient
+from labkit.parallel.layouts import find_layout
 from labkit.parallel.transport import member_group
 
 Group = dist.ProcessGroup | None

@@ -31,7 +31,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         name: p.grad for name, p in model.named_parameters() if p.grad is not None
     }
     return {
-        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad.detach()
         for name, grad in grads.items()
     }
 

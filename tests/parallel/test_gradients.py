@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.parallel.cut_tensors import CutGradient
 from labkit.parallel.gradients import (
     any_rank_overflowed,
     clip_grad_norm_,
@@ -19,7 +20,7 @@ from labkit.parallel.gradients import (
     fork_seed,
     mark_overflow,
 )
-from labkit.parallel.layouts import CutGradient, Layout, add_layout
+from labkit.parallel.layouts import Layout, add_layout
 from labkit.parallel.sharding import FSDP
 from tests.parallel.model_parallel_cases import EXACT
 from tests.parallel.shared_ranks import on_ranks, shared_mesh
@@ -146,54 +147,59 @@ def test_optimizers_that_mix_elements_are_refused(name: str, is_sharded: bool) -
     with pytest.raises(ValueError, match="part") as refusal:
         optimizer.step(lambda: parameters[0].grad.detach().sum())  # type: ignore[union-attr]
     assert "\n" not in str(refusal.value)
-    assert bool((parameters[0] == before).all())
+    assert torch.equal(parameters[0].detach(), before)
 
 
-class Lamb(torch.optim.Optimizer):
-    """Steps as long as the parameter (LAMB, LARS), the gradient (NovoGrad), or as given (Lion)."""
-
-    def __init__(self, params: list[nn.Parameter], length: Callable[[Any], Any]) -> None:
-        super().__init__(params, {})
-        self.length = length
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                state = self.state[p].setdefault("average", torch.zeros_like(p))
-                p.add_(state.lerp_(p.grad, 0.1).sign(), alpha=-float(self.length(p)))
-
-
-NORMS: dict[str, Callable[[Any], Any]] = {
-    "norm": lambda p: p.norm(),
-    "sum of squares": lambda p: p.data.pow(2).sum().sqrt(),
-    "norm of the update": lambda p: (torch.zeros_like(p) + p.grad).norm(),
-    "foreach": lambda p: torch._foreach_norm([p])[0],
-    "norm of a gradient": lambda p: p.grad.square().sum(),
+# What a training computes from a parameter p with a gradient, and would get of this rank's part.
+REDUCED: dict[str, Callable[[Any], Any]] = {
+    "trust ratio (LAMB, LARS)": lambda p: p.norm(),
+    "trust ratio by hand": lambda p: p.data.pow(2).sum().sqrt(),
+    "norm of an update": lambda p: (torch.zeros_like(p) + p.grad).norm(),
+    "norm of a gradient (SAM)": lambda p: p.grad.norm(p=2),
+    "squares of a gradient (NovoGrad)": lambda p: p.grad.square().sum(),
+    "mean in a log": lambda p: torch.mean(p.grad.abs()),
+    "not a number": lambda p: torch.isnan(p.grad).any(),
+    "limit on columns": lambda p: p.norm(dim=0, keepdim=True),
+    "spectral norm": lambda p: torch.linalg.svdvals(p.detach() + p.data),
+    "threshold of pruning": lambda p: p.data.abs().flatten().kthvalue(2),
+    "products of a gradient (Shampoo)": lambda p: p.grad.T @ p.grad,
+    "projected gradient (GaLore)": lambda p: p.grad @ torch.ones(3, 1, dtype=p.dtype),
+    "all gradients in one vector": lambda p: torch.cat([p.grad.view(-1), torch.ones(2)]).mean(),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "is_first_read"), [(name, number % 2 == 0) for number, name in enumerate(NORMS)]
-)
-def test_norms_in_an_optimizers_step_are_refused(name: str, is_first_read: bool) -> None:
-    """They would be of this rank's part. Outside of steps, and elementwise, all is as before."""
+@pytest.mark.parametrize("name", REDUCED)
+def test_what_would_take_a_part_for_the_whole_is_refused(name: str) -> None:
+    (cut, *_), _ = make_parameters()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^[^\n]*part[^\n]*$"):
+        REDUCED[name](cut)
+
+
+@on_ranks(2)
+def test_reductions_that_are_right_are_those_of_one_process() -> None:
     (cut, *_), (matrix, *_) = make_parameters()
-    optimizer = Lamb([cut], NORMS[name])
-    if not is_first_read:
-        optimizer.zero_grad()
-        cut.grad = matrix.chunk(2)[dist.get_rank()].clone()
-    before = cut.detach().clone()
-    with pytest.raises(ValueError, match="part"):
-        optimizer.step()
-    assert bool((cut == before).all())
-    optimizer.length = lambda _: 0.1
-    optimizer.step()
-    assert float((cut - before).abs().max()) == pytest.approx(0.1)
-    assert type(cut.detach() * cut.norm()) is Tensor
-    loss: Tensor = (cut * 2).sum()
-    assert type(loss) is Tensor
+    torch.nn.init.constant_(cut, 0.5)
+    whole = torch.full_like(matrix, 0.5, requires_grad=True)
+    rank = dist.get_rank()
+    # the norm of all parts, of gradients and of weights
+    for tensor, of_whole in ((cut.grad, matrix), (cut, whole)):
+        norm = nn.utils.get_total_norm([tensor], foreach=rank == 0)
+        torch.testing.assert_close(norm, of_whole.detach().norm())
+    # rows are not cut
+    torch.testing.assert_close(cut.norm(dim=1).detach(), matrix.new_full((2,), 0.75).sqrt())
+    # a penalty on weights, in each rank's loss
+    cut.grad = None
+    penalties = [tensor.square().sum().sqrt() for tensor in (cut, whole)]
+    assert float(penalties[0]) == float(penalties[1])
+    torch.autograd.backward(penalties)
+    assert cut.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(cut.grad.detach(), whole.grad.chunk(2)[rank])
+    # what is computed with it in a forward pass, and what somebody asked for, are ordinary tensors
+    layer = torch.ones(2, 3, dtype=matrix.dtype)
+    for computed in (layer @ cut.T, nn.functional.linear(layer, cut), cut.detach(), cut.clone()):
+        assert type(computed) is Tensor
 
 
 ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -215,7 +221,7 @@ def test_optimizers_of_single_elements_update_parts(name: str) -> None:
     for _ in range(3):
         optimizer.step()
         of_whole.step()
-    torch.testing.assert_close(cut.data, whole.data.chunk(2)[dist.get_rank()])
+    torch.testing.assert_close(cut.detach(), whole.data.chunk(2)[dist.get_rank()])
     # States are loaded where there are no ranks.
     saved = io.BytesIO()
     torch.save(copy.deepcopy(optimizer.state_dict()), saved)

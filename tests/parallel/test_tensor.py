@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
+from labkit.parallel.cut_tensors import ELEMENTWISE, CutGradient
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.gradients import clip_grad_norm_
-from labkit.parallel.layouts import ELEMENTWISE, CutGradient
 from labkit.parallel.losses import IGNORED
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import TensorParallel, tensor_parallel

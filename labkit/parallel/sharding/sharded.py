@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from labkit.parallel.cut_tensors import CutGradient, set_cut
 from labkit.parallel.data_parallel.consistency import check_values
-from labkit.parallel.layouts import CutGradient, CutTensor, find_cut
+from labkit.parallel.layouts import find_cut
 from labkit.parallel.prepare import FLOAT_TYPES, strides_like
 from labkit.parallel.sharding.gather import local_rows
 from labkit.torch_private import has_internal_overlap
@@ -65,20 +66,13 @@ class Sharded(DTensor):
         return memo.setdefault(id(self), as_gradient(self._local_tensor.clone(), self))
 
 
-class CutShardTensor(CutTensor, Sharded):
-    """What is computed from a `CutShard`, element by element."""
-
-    __slots__ = ()
-
-
-CutShardTensor.result_class = CutShardTensor
-
-
 class CutShard(CutGradient, Sharded):
     """A shard of a gradient which tensor parallelism has cut, too: torch's norm is that of both."""
 
     __slots__ = ()
-    result_class = CutShardTensor
+
+
+CutShard.result_class = CutShard
 
 
 @torch.no_grad()
@@ -111,7 +105,7 @@ def _with_class(gradient: Any, shard: Any) -> Any:
     layout = find_cut(shard)
     if layout is not None:
         gradient.__class__ = CutShard
-        gradient.group = layout.group
+        set_cut(gradient, layout.group, layout.dim)
     return gradient
 
 
