@@ -88,21 +88,21 @@ class Predictions:
         # A logistic curve in the place of the normal one, exact at 0 and at 1.645.
         return 1 / (1 + np.exp(1.79 * np.clip(sigmas, -20, 20)))
 
-    @property
+    @cached_property
     def fits(self) -> Flags:
         """Also the upper end of the peak fits."""
         return self.out_of_memory <= FITS_RISK
 
-    @property
+    @cached_property
     def may_fit(self) -> Flags:
         return self.out_of_memory < MAY_FIT_RISK
 
-    @property
+    @cached_property
     def is_unstable(self) -> Flags:
         """Memory is so full that steps become slow."""
         return self.peak_gib > UNSTABLE_SHARE * self.runs.memory_gib
 
-    @property
+    @cached_property
     def has_room(self) -> Flags:
         """It fits, and steps are stable: memory needs no change."""
         return self.fits & ~self.is_unstable

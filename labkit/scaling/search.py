@@ -124,7 +124,7 @@ def preference_s(predictions: Predictions) -> Numbers:
     risk = (1 - np.minimum(predictions.out_of_memory, 0.99)) ** -RISK_EXPONENT
     # Published steps with memory so full are 1.5 to 8 times slow.
     slow = np.where(predictions.is_unstable, 3.0, 1.0)
-    return predictions.step_s * risk * slow * np.where(predictions.may_fit, 1.0, 1e3)
+    return predictions.step_s * risk * slow
 
 
 def _layouts(request: Request) -> Iterator[Layout]:
