@@ -4,6 +4,7 @@ those that can."""
 import math
 import shutil
 import subprocess
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -21,7 +22,6 @@ from labkit.parallel.ranks import worker
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.parallel.ranks.worker import use_device
 from tests.rehearsal.machines import MACHINES
-from tests.rehearsal.pretended_cuda import float32_matmuls_in_tf32
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 H100 = ("NVIDIA H100 80GB HBM3", 9, 0)
@@ -352,6 +352,15 @@ def test_ranks_do_not_share_a_gpu_in_exclusive_mode(cuda, ranks, is_refused):
         description.describe_machine()
     )
     assert ("exclusive" in (reason or "")) == is_refused
+
+
+@contextmanager
+def float32_matmuls_in_tf32(is_tf32):
+    """As TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 sets it before torch starts."""
+    # not by monkeypatch, which would delete what torch's module answers for
+    torch.backends.cuda.matmul.allow_tf32 = is_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("is_tf32", [False, True])

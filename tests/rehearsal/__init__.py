@@ -1,1 +1,0 @@
-"""Machines that are not here: GPUs of ten kinds, their drivers, compilers, streams and NCCL."""

@@ -1,8 +1,7 @@
 """A CUDA device that is not here: main memory that says it is on the GPU.
 
-Storages are tagged; tensors of tagged ones answer `cuda` when asked for their device, and an
-operator that would mix devices raises as CUDA's would. Not seen: CUPTI, allocator counters,
-numerics, launches of kernels, what Inductor makes; nor what happens inside a backward pass.
+Tensors of tagged storages answer `cuda`, and an operator that would mix devices raises as CUDA's
+would. Not seen: CUPTI, allocator counters, numerics, launches, the inside of a backward pass.
 """
 
 import itertools
@@ -17,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-GPU = torch.device("cuda", 0)
 MEMORY = 79 * 2**30
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132
@@ -97,7 +95,7 @@ class PretendedDevice(TorchFunctionMode):
         if attribute in ("is_cuda", "is_cpu"):
             return there == (attribute == "is_cuda")
         if attribute == "device" and there:
-            return GPU
+            return torch.device("cuda", 0)
         result = function(*args)
         return _put_on_gpu(result) if there and attribute in OF_THE_SAME_STORAGE else result
 
@@ -193,11 +191,6 @@ class _Generator(_GENERATOR):
         return _GENERATOR()
 
 
-def _backward(tensor, *args, **options):
-    """`torch.Tensor.backward` that looks at no device."""
-    torch.autograd.backward(tensor, *args, **options)
-
-
 def _grad(outputs, inputs, grad_outputs=None, retain_graph=False, create_graph=False, **options):
     """`torch.autograd.grad` without its own look at devices, which C++ does not know of."""
     outputs, inputs, seeds = map(tree_leaves, (outputs, inputs, grad_outputs))
@@ -251,16 +244,8 @@ def pretended_gpu():
         mock.patch.object(torch, "autocast", lambda _, **options: _AUTOCAST("cpu", **options)),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch.autograd, "grad", _grad),
-        mock.patch.object(torch.Tensor, "backward", _backward),
+        mock.patch.object(torch.Tensor, "backward", torch.autograd.backward),
         mock.patch.object(torch.Tensor, "record_stream", lambda x, stream: stream.reads(x)),
         PretendedDevice(),
     ):
         yield
-
-
-@contextmanager
-def float32_matmuls_in_tf32(is_tf32=True):
-    """As TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 sets it before torch starts."""
-    torch.backends.cuda.matmul.allow_tf32 = is_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,8 +1,5 @@
-"""Trainings across ranks on GPUs that are not here.
-
-In which order streams wait and collectives run over NCCL, and which values the CPU reads from a
-GPU: it waits for each until the GPU has computed all that is queued.
-"""
+"""Trainings across ranks on GPUs that are not here: the order in which streams wait and collectives
+run over NCCL, and which values the CPU reads, for which it waits until all is computed."""
 
 import itertools
 

@@ -12,7 +12,8 @@ from labkit.check.comparison import Change
 from labkit.check.worker import CheckPoint, Sizes
 from labkit.machine import gpus
 from tests.rehearsal.machines import MACHINES
-from tests.rehearsal.pretended_cuda import float32_matmuls_in_tf32, pretended_gpu
+from tests.rehearsal.pretended_cuda import pretended_gpu
+from tests.test_gpus import float32_matmuls_in_tf32
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -1,8 +1,5 @@
-"""From PyTorch to the launch of every flash kernel, compiled for an H100 that is not here: binder,
-autotuner, grids; and tiles that never return.
-
-What the kernels compute is the interpreter's to test; what it passes over is what stands here.
-"""
+"""From PyTorch to the launch of every flash kernel, compiled for an H100 that is not here: what the
+interpreter passes over, binder, autotuner and grids; and tiles that never return."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
