@@ -185,6 +185,7 @@ def test_refusals() -> list[str]:
     make = ShardedOptimizer
     sound = make(parameters, _Careful, lr=0.1)
     calls: dict[str, Callable[[], Any]] = {
+        "LBFGS": lambda: make(parameters, optim.LBFGS),
         "SparseAdam": lambda: make(parameters, optim.SparseAdam),
         "Adafactor": lambda: make(parameters, optim.Adafactor),
         "Rprop": lambda: make(parameters, optim.Rprop),
@@ -206,6 +207,7 @@ def test_refusals() -> list[str]:
         ),
         "another setting": lambda: make(parameters, optim.AdamW, lr=0.1 * (rank + 1)),
         "another number": lambda: make(parameters[: 4 + (rank == 0)], optim.AdamW),
+        "another class": lambda: make(parameters, optim.AdamW if rank else optim.Adam),
         "shared memory": lambda: make([nn.Parameter(torch.ones(1).expand(4))], optim.SGD),
         "a transport of no such name": lambda: make(parameters, optim.SGD, transport="pigeons"),
         "an added one twice": lambda: sound.add_param_group({"params": parameters[:1]}),
