@@ -39,7 +39,7 @@ def try_training(
         typer.Option("--ranks", min=2, max=64, help="Train on this many ranks, in all ways."),
     ] = None,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Print the changes that pay, as Python.")
+        bool, typer.Option("--apply", help="Print a setup with the changes that pay.")
     ] = False,
     save: Annotated[
         bool, typer.Option("--save", help="Add this run to the baseline of this training.")
@@ -61,7 +61,7 @@ def try_training(
     from labkit.check.try_summary import Summary
     from labkit.lab.runs.measure import measure
     from labkit.studies.your_training import lab
-    from labkit.studies.your_training.gains import code
+    from labkit.studies.your_training.script import script
 
     values: dict[str, Any] = {"file": setup, "changes": changes, "world_sizes": []}
     values |= _arguments(arguments or [], batch)
@@ -90,7 +90,7 @@ def try_training(
         (found,) = json.loads(lab.found(run.results()).to_json(orient="records"))
         print_json("try", numbers(run, since_baseline), run=str(run.path), found=found)
     if apply:
-        print(code(run.results()), end="")
+        print(script(run), end="")
     if save and run.is_busy:
         err.print("no baseline was saved: the machine was busy; save it while it is quiet")
         raise typer.Exit(1)

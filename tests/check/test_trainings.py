@@ -162,6 +162,8 @@ def test_the_command_says_what_the_setup_returned_then_if_it_returns_something_e
 
 
 def test_the_command_prints_changes_that_pay_as_python(monkeypatch, tmp_path):
-    outcome = carry_out(monkeypatch, run_of(tmp_path, 1), "--apply")
+    run = run_of(tmp_path, 1, file=f"{tmp_path}/train.py:setup")
+    outcome = carry_out(monkeypatch, run, "--apply")
     compile(outcome.stdout, "applied", "exec")
+    assert "from train import setup as unchanged" in outcome.stdout
     assert "num_workers=2" in outcome.stdout

@@ -3,6 +3,7 @@
 import linecache
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Results
 from labkit.lab.project import notebook_path
 from labkit.studies.your_training.attention import AttentionShape, find_attention
-from labkit.studies.your_training.changes import CHANGES
+from labkit.studies.your_training.changes import CHANGES, apply
 from labkit.studies.your_training.gains import describe_gain, sdpa_gains
 from labkit.studies.your_training.lab import LAB, is_example
 from labkit.studies.your_training.lines import line_rows
@@ -300,14 +301,13 @@ def test_checkpointing_is_tried_where_memory_is_short(monkeypatch: pytest.Monkey
 
 
 def test_a_change_of_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scale_loss(loop: Loop) -> None:
-        loss = loop.training.loss
-        loop.training.loss = lambda model, batch: 1.1 * loss(model, batch)
+    def scale_loss(model: Any, batches: Any, loss: Any, optimizer: Any) -> Any:
+        return model, batches, lambda model, batch: 1.1 * loss(model, batch), optimizer
 
-    change = CHANGES["one thread"]
-    wrong = type(change)(scale_loss, lambda training: None, "", "")
-    monkeypatch.setitem(CHANGES, "one thread", wrong)  # type: ignore[arg-type]
-    rows = rows_of("lstm", sweep="changes", changes=("one thread",))
+    change = CHANGES["channels_last"]
+    wrong = replace(change, make=scale_loss, refusal=lambda training: None)
+    monkeypatch.setitem(CHANGES, "channels_last", wrong)  # type: ignore[arg-type]
+    rows = rows_of("lstm", sweep="changes", changes=("channels_last",))
     assert rows[-1]["status"] == "wrong"
 
 
@@ -335,9 +335,8 @@ def test_an_interval_without_0_says_why_no_difference_is_shown(
 
 
 def test_a_loader_of_workers_gives_the_same_batches() -> None:
-    loop = Loop(build(load_setup(f"{FOLDER / 'images'}.py")))
-    CHANGES["loader workers"].apply(loop)
-    loader = loop.training.batches
+    training = build(load_setup(f"{FOLDER / 'images'}.py"))
+    loader = apply(training, ["loader workers"]).training.batches
     assert isinstance(loader, DataLoader)
     assert loader.num_workers > 0
     (row,) = [row for row in rows_of_changes("images") if row.get("change") == "loader workers"]

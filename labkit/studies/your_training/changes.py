@@ -1,26 +1,24 @@
 """Changes that are tried on a training: what each does, when it applies, and its code.
 
-A change gets a training of its own, fresh from the setup, and returns the loop that runs it. To add
-one: a function, and its entry in `CHANGES`.
+A change gets a training of its own, fresh from the setup. To add one: its entry in `CHANGES`.
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from textwrap import dedent
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.studies.shared.alternatives import threads
-from labkit.studies.your_training.loop import Loop
+from labkit.studies.your_training.loop import Context, Loop
 from labkit.studies.your_training.memory import available_bytes, count_peak
 from labkit.studies.your_training.setup import Training
 
@@ -30,28 +28,34 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 MIN_MEMORY_SHARE = 0.5
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 COMPILE = "torch.compile"
+# Model, batches, loss and optimizer.
+Parts = tuple[Any, Any, Any, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """One change to a training."""
 
-    apply: Callable[[Loop], None]
-    """Changes a loop before its first step."""
+    make: Callable[[Any, Any, Any, Any], Parts]
+    """Makes the change before the first step, to model, batches, loss and optimizer."""
     refusal: Callable[[Training], str | None]
     """Why it does not apply to a training, or None."""
-    code: str
-    """Python that makes the change in the reader's script."""
     title: str
     """What it is, in a sentence: "a fused optimizer"."""
+    imports: tuple[str, ...] = ()
+    """Lines that the code needs but for `import torch`."""
+    setting: Context | None = None
+    """In place of `make` if that sets the process: yours takes turns in the same one."""
     precision: str = "float32"
     """Arithmetic of its passes, whose rounding bounds the differences of gradients."""
     saves_memory: bool = False
     """Whether it is there for memory, and may cost time."""
 
-
-def _workers() -> int:
-    return max(1, min(2, len(os.sched_getaffinity(0))))
+    @property
+    def code(self) -> str:
+        """Return the Python that makes the change: what is printed is what was measured."""
+        # Between the line with `def` and the one with `return`.
+        return dedent("".join(inspect.getsourcelines(self.make)[0][1:-1]))
 
 
 def _loader_refusal(training: Training) -> str | None:
@@ -69,34 +73,10 @@ def _loader_refusal(training: Training) -> str | None:
     return None
 
 
-def _use_workers(loop: Loop) -> None:
-    loader: Any = loop.training.batches
-    on_gpu = loop.training.device.type == "cuda"
-    # Persistent: otherwise each epoch would begin by starting them.
-    loop.training.batches = with_batch_sampler(
-        loader,
-        loader.batch_sampler,
-        num_workers=_workers(),
-        persistent_workers=True,
-        pin_memory=loader.pin_memory or on_gpu,
-    )
-
-
-def with_batch_sampler(loader: Any, batch_sampler: Any, **options: Any) -> DataLoader[Any]:
-    """Return a loader like this one, with another sampler of batches and these options."""
-    names = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "num_workers")
-    same = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, batch_sampler=batch_sampler, **(same | options))
-
-
 def _compile_refusal(training: Training) -> str | None:
     if hasattr(training.model, "_orig_mod"):  # what torch.compile returns has the model there
         return "the model is compiled already"
     return no_compiler_reason(training.device.type)
-
-
-def _compile(loop: Loop) -> None:
-    loop.call = torch.compile(loop.training.model)
 
 
 def _autocast_refusal(training: Training) -> str | None:
@@ -104,11 +84,6 @@ def _autocast_refusal(training: Training) -> str | None:
     if dtypes != {torch.float32}:
         return "the parameters are not all float32"
     return None
-
-
-def _autocast(loop: Loop) -> None:
-    device_type = loop.training.device.type
-    loop.forward_context = partial(torch.autocast, device_type, dtype=torch.bfloat16)
 
 
 def _fused_refusal(training: Training) -> str | None:
@@ -122,37 +97,12 @@ def _fused_refusal(training: Training) -> str | None:
     return None
 
 
-def _use_fused_optimizer(loop: Loop) -> None:
-    optimizer = loop.training.optimizer
-    groups, settings = constructor_arguments(optimizer)
-    # torch refuses both at once.
-    fused = {"fused": True, "foreach": False}
-    kind: Any = type(optimizer)
-    loop.training.optimizer = kind([group | fused for group in groups], **(settings | fused))
-
-
-def constructor_arguments(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return groups and settings from which its class makes an optimizer like this one."""
-    # Some defaults are set by the class itself, such as AdamW's decoupled weight decay.
-    names = {*inspect.signature(type(optimizer)).parameters, "params"}
-    groups = [
-        {name: value for name, value in group.items() if name in names}
-        for group in optimizer.param_groups
-    ]
-    settings = {name: value for name, value in optimizer.defaults.items() if name in names}
-    return groups, settings
-
-
 def _one_thread_refusal(training: Training) -> str | None:
     if training.device.type != "cpu":
         return "the model is on a GPU"
     if torch.get_num_threads() == 1:
         return "there is one thread already"
     return None
-
-
-def _use_one_thread(loop: Loop) -> None:
-    loop.turn_contexts.append(partial(threads, 1))
 
 
 def _precision_refusal(training: Training) -> str | None:
@@ -167,10 +117,6 @@ def _precision_refusal(training: Training) -> str | None:
     if torch.cuda.get_device_capability(training.device) < (8, 0):
         return "the GPU has no TF32"
     return None
-
-
-def _use_tf32(loop: Loop) -> None:
-    loop.turn_contexts.append(partial(matmul_precision, "high"))
 
 
 @contextmanager
@@ -193,11 +139,6 @@ def _layout_refusal(training: Training) -> str | None:
     return None
 
 
-def _use_channels_last(loop: Loop) -> None:
-    # In place: an optimizer has these parameters.
-    loop.training.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
 def _checkpointing_refusal(training: Training) -> str | None:
     if len(repeated_blocks(training.model)) < 2:
         return "the model has no repeated blocks"
@@ -207,88 +148,142 @@ def _checkpointing_refusal(training: Training) -> str | None:
     return None
 
 
-def _checkpoint(loop: Loop) -> None:
-    for block in repeated_blocks(loop.training.model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the most modules of one class, made of others, that stand in one list of a model."""
-    most: list[nn.Module] = []
-    for parent in model.modules():
-        if isinstance(parent, nn.ModuleList | nn.Sequential):
-            # A single layer keeps its input in any case: nothing is saved.
-            blocks = [one for one in parent if len([*one.children()])]
-            for kind in {type(one) for one in blocks}:
-                same = [one for one in blocks if type(one) is kind]
-                most = max(most, same, key=len)
-    return most
+    """Return the longest list of a model's modules that are made of others."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
+    # A single layer keeps its input in any case: nothing is saved.
+    blocks = [[block for block in one if list(block.children())] for one in lists]
+    return max(blocks, key=len, default=[])
+
+
+def _use_workers(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    batches = DataLoader(
+        batches.dataset,
+        batch_sampler=batches.batch_sampler,
+        collate_fn=batches.collate_fn,
+        timeout=batches.timeout,
+        worker_init_fn=batches.worker_init_fn,
+        generator=batches.generator,
+        pin_memory=batches.pin_memory or next(model.parameters()).is_cuda,
+        num_workers=2,
+        persistent_workers=True,  # otherwise each epoch begins by starting them
+    )
+    return model, batches, loss, optimizer
+
+
+def _compile(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    model = torch.compile(model)
+    return model, batches, loss, optimizer
+
+
+def _fuse(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    # As if its class had got these arguments. torch refuses both at once.
+    for group in optimizer.param_groups:
+        group.update(fused=True, foreach=False)
+    return model, batches, loss, optimizer
+
+
+def _use_one_thread(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    torch.set_num_threads(1)
+    return model, batches, loss, optimizer
+
+
+def _use_channels_last(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    model = model.to(memory_format=torch.channels_last)
+    return model, batches, loss, optimizer
+
+
+def _use_tf32(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    torch.set_float32_matmul_precision("high")
+    return model, batches, loss, optimizer
+
+
+def _autocast(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    device = next(model.parameters()).device.type
+    loss = torch.autocast(device, dtype=torch.bfloat16)(loss)
+    return model, batches, loss, optimizer
+
+
+def _checkpoint(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
+    blocks = [[block for block in one if list(block.children())] for one in lists]
+    for block in max(blocks, key=len):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model, batches, loss, optimizer
 
 
 # Changes by name, in the order in which they are tried.
 CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
-        apply=_use_workers,
+        make=_use_workers,
+        imports=("from torch.utils.data import DataLoader",),
         refusal=_loader_refusal,
-        code=f"loader = DataLoader(..., num_workers={_workers()}, persistent_workers=True)",
         title="a loader with workers",
     ),
     COMPILE: Change(
-        apply=_compile,
+        make=_compile,
         refusal=_compile_refusal,
-        code="model = torch.compile(model)",
         title="torch.compile",
     ),
     "fused optimizer": Change(
-        apply=_use_fused_optimizer,
+        make=_fuse,
         refusal=_fused_refusal,
-        code="optimizer = type(optimizer)(..., fused=True)",
         title="a fused optimizer",
     ),
     "one thread": Change(
-        apply=_use_one_thread,
+        make=_use_one_thread,
+        setting=partial(threads, 1),
         refusal=_one_thread_refusal,
-        code="torch.set_num_threads(1)",
         title="one thread",
     ),
     "channels_last": Change(
-        apply=_use_channels_last,
+        make=_use_channels_last,
         refusal=_layout_refusal,
-        code="model = model.to(memory_format=torch.channels_last)",
         title="the layout channels_last",
     ),
     "TF32 matmuls": Change(
-        apply=_use_tf32,
+        make=_use_tf32,
+        setting=partial(matmul_precision, "high"),
         refusal=_precision_refusal,
-        code='torch.set_float32_matmul_precision("high")',
         title="TF32, which changes results,",
         precision="bfloat16",
     ),
     "autocast to bfloat16": Change(
-        apply=_autocast,
+        make=_autocast,
         refusal=_autocast_refusal,
-        code=(
-            "with torch.autocast(device.type, dtype=torch.bfloat16):\n"
-            "    loss = loss_function(model, batch)"
-        ),
         title="autocast, which changes results,",
         precision="bfloat16",
     ),
     "checkpointing": Change(
-        apply=_checkpoint,
-        refusal=_checkpointing_refusal,
-        code=(
-            "for block in blocks:  # the model's repeated ones\n"
-            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+        make=_checkpoint,
+        imports=(
+            "from functools import partial",
+            "from torch import nn",
+            "from torch.utils.checkpoint import checkpoint",
         ),
+        refusal=_checkpointing_refusal,
         title="checkpointing of the repeated blocks",
         saves_memory=True,
     ),
 }
 
 
-def apply_all(loop: Loop, names: Iterable[str]) -> None:
-    """Apply changes in the order of `CHANGES`, torch.compile last."""
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort changes into the order in which they are applied: torch.compile comes last."""
     # A compiler sees what the others have changed.
-    for name in sorted(names, key=lambda name: (name == COMPILE, [*CHANGES].index(name))):
-        CHANGES[name].apply(loop)
+    return sorted(names, key=lambda name: (name == COMPILE, [*CHANGES].index(name)))
+
+
+def apply(training: Training, names: Iterable[str]) -> Loop:
+    """Make changes to a training; return the loop of what they leave."""
+    parts: Parts = (training.model, training.batches, training.loss, training.optimizer)
+    settings = []
+    for name in in_order(names):
+        change = CHANGES[name]
+        if change.setting is not None:
+            settings.append(change.setting)
+        else:
+            parts = change.make(*parts)
+    model, batches, loss, optimizer = parts
+    changed = replace(training, batches=batches, loss=loss, optimizer=optimizer)
+    return Loop(changed, call=model, settings=settings)

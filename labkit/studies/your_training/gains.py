@@ -1,4 +1,4 @@
-"""What was tried on a training, in numbers, words and Python: changes, values of an argument."""
+"""What was tried on a training, in numbers and words: changes, values of an argument."""
 
 import math
 from typing import Any
@@ -19,7 +19,6 @@ ARGUMENT = Metric("seconds", "argument", (), where={"kind": "argument"})
 ATTENTION = Metric("seconds", "attention", ("line", "shape"), where={"kind": "attention"})
 # Time that is saved, and its interval.
 LESS = ("less_percent", "less_low_percent", "less_high_percent")
-SDPA_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)"
 
 
 def gains(results: Results) -> pd.DataFrame:
@@ -82,28 +81,6 @@ def arguments(results: Results) -> pd.DataFrame:
     sizes = results.rows(["argument", "n_samples"], kind="argument").dropna().drop_duplicates()
     table = join(table, sizes, ["argument"], "left")
     return table.sort_values("seconds", ignore_index=True)
-
-
-def code(results: Results) -> str:
-    """Return the changes that pay as Python to paste, each with what it gains.
-
-    None of a busy run, where other programs may have made the difference.
-    """
-    if results.is_busy:
-        return "# the machine was busy: measure again before you change anything\n"
-    table = gains(results)
-    table = table[(table["verdict"] == "faster") & (table["change"] != TOGETHER)]
-    blocks = []
-    for row in table.to_dict("records"):
-        about = f"# {describe_gain(row)}"
-        effects = describe_effects(row)
-        if effects:
-            about += f"; {effects}"
-        blocks.append(f"{about}\n{CHANGES[row['change']].code}\n")
-    for row in sdpa_gains(results).query("verdict == 'faster'").to_dict("records"):
-        about = f"# {row['line']}, attention {row['shape']}: {describe_gain(row)}"
-        blocks.append(f"{about}\n{SDPA_CODE}\n")
-    return "\n".join(blocks) or "# nothing that was tried makes this training faster\n"
 
 
 def describe_gain(row: Any, *, is_busy: bool = False) -> str:

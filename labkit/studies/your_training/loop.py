@@ -5,9 +5,9 @@ with loop.turn():
     loop.take_batch(); loop.forward(); loop.backward(); loop.update()     # or loop.step()
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,10 +28,8 @@ class Loop:
     training: Training
     call: Any = None
     """What the loss gets as the model: the model itself, or a compiled one."""
-    forward_context: Context = nullcontext
-    """Around forward pass and loss: autocast."""
-    turn_contexts: list[Context] = field(default_factory=list)
-    """Around a whole turn: settings of the process, such as its number of threads."""
+    settings: Sequence[Context] = ()
+    """Settings of the process that hold in its turns, such as the number of threads."""
     part: str = ""
     """The part of a step that runs."""
     _batches: Iterator[Any] | None = None
@@ -55,8 +53,8 @@ class Loop:
     def turn(self) -> Iterator[None]:
         """Run a turn, in which the loop's settings hold and the loader's workers live."""
         with ExitStack() as settings:
-            for context in self.turn_contexts:
-                settings.enter_context(context())
+            for setting in self.settings:
+                settings.enter_context(setting())
             if self._batches is None:
                 self._batches = self.training.forever()
             try:
@@ -95,7 +93,7 @@ class Loop:
     def forward(self) -> Tensor:
         """Run the forward pass and the loss on the batch; return the loss."""
         self.part = FORWARD
-        with errors_in_one_line("the forward pass"), self.forward_context():
+        with errors_in_one_line("the forward pass"):
             self._loss = self.training.loss(self.call, self._batch)
         return self._loss
 

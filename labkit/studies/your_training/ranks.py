@@ -4,6 +4,7 @@ Each rank has batches of its own, as with torch's `DistributedSampler`. A strate
 parameters after two steps are those of one process that trains on the batches of all ranks.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +29,6 @@ from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
 from labkit.studies.shared.held import held_bytes
 from labkit.studies.shared.sharding_strategies import shard
-from labkit.studies.your_training.changes import constructor_arguments, with_batch_sampler
 from labkit.studies.your_training.check import first_batch, is_random
 from labkit.studies.your_training.loop import Loop, taking_turns
 from labkit.studies.your_training.setup import SetupError, Training, check_first_step
@@ -89,7 +89,7 @@ class OptimizerPlan:
         SetupError for parameters that are not the model's.
         """
         names = {id(parameter): name for name, parameter in training.model.named_parameters()}
-        groups, settings = constructor_arguments(training.optimizer)
+        groups, settings = _constructor_arguments(training.optimizer)
         for group in groups:
             if not all(id(parameter) in names for parameter in group["params"]):
                 raise SetupError("expected an optimizer of the model's parameters alone on ranks")
@@ -120,6 +120,18 @@ class OptimizerPlan:
         """Give an optimizer the reader's settings again."""
         for group, planned in zip(optimizer.param_groups, self.groups, strict=True):
             group.update({name: planned[name] for name in ("eps", "lr") if name in planned})
+
+
+def _constructor_arguments(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return groups and settings from which its class makes an optimizer like this one."""
+    # Some defaults are set by the class itself, such as AdamW's decoupled weight decay.
+    names = {*inspect.signature(type(optimizer)).parameters, "params"}
+    groups = [
+        {name: value for name, value in group.items() if name in names}
+        for group in optimizer.param_groups
+    ]
+    settings = {name: value for name, value in optimizer.defaults.items() if name in names}
+    return groups, settings
 
 
 @dataclass
@@ -261,5 +273,15 @@ def share_batches(training: Training, rank: int, world_size: int) -> Training:
     is_shareable = isinstance(batches, DataLoader) and batches.batch_sampler is not None
     if is_shareable and isinstance(batches.sampler, RandomSampler | SequentialSampler):
         sampler = EveryOther(batches.batch_sampler, rank, world_size)
-        return replace(training, batches=with_batch_sampler(batches, sampler))
+        names = (
+            "collate_fn",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+            "generator",
+            "num_workers",
+        )
+        same: dict[str, Any] = {name: getattr(batches, name) for name in names}
+        loader = DataLoader(batches.dataset, batch_sampler=sampler, **same)
+        return replace(training, batches=loader)
     return training

@@ -17,7 +17,7 @@ from labkit.lab.point import TimedPoint
 from labkit.studies.shared.alternatives import describe_failure, sum_rounds
 from labkit.studies.your_training.arguments import default_batch, find_batches, measure_values
 from labkit.studies.your_training.attention import attention_rows
-from labkit.studies.your_training.changes import CHANGES, apply_all
+from labkit.studies.your_training.changes import CHANGES, apply
 from labkit.studies.your_training.check import compare_results
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import PARTS, Loop, taking_turns
@@ -171,8 +171,7 @@ class Bench:
         precision = "float32" if is_exact else "bfloat16"
         yours = Loop(self.build())
         try:
-            changed = Loop(self.build())
-            apply_all(changed, names)
+            changed = apply(self.build(), names)
             checked = compare_results(yours, changed, precision=precision, seed=self.point.seed)
             seconds = self._time(label, yours, changed)
         except SetupError as error:

@@ -1,0 +1,91 @@
+"""The changes that pay as a Python file, whose `setup` is the reader's with these changes."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from labkit.lab.runs.store import Run
+from labkit.studies.your_training.changes import CHANGES, in_order
+from labkit.studies.your_training.gains import describe_effects, describe_gain, gains, sdpa_gains
+from labkit.studies.your_training.lab import found
+
+BUSY = "# The machine was busy: measure again before you change anything.\n"
+NOTHING = "# Nothing that was tried makes this training faster.\n"
+SDPA = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)"
+MAIN = """\
+if __name__ == "__main__":
+    model, batches, loss, optimizer = setup()
+    for batch in batches:
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def script(run: Run) -> str:
+    """Return Python that makes the changes that pay, each with what it gains.
+
+    Of a busy run it makes none: other programs may have made the difference.
+    """
+    if run.is_busy:
+        return BUSY
+    results = run.results()
+    table = gains(results).query("verdict == 'faster'").set_index("change", drop=False)
+    by_hand = [
+        f"# {row['line']}, attention {row['shape']}: {describe_gain(row)} with\n# {SDPA}\n"
+        for row in sdpa_gains(results).query("verdict == 'faster'").to_dict("records")
+    ]
+    names = in_order(name for name in table.index if name in CHANGES)
+    if not names:
+        return "".join(by_hand) or NOTHING
+    comments = {name: _describe(table.loc[name]) for name in names}
+    has_optimizer = bool(found(results)["has_own_optimizer"].iloc[0])
+    point = next(iter(run.header.planned.values()))
+    text = setup_with(point["file"], point["arguments"], comments, has_optimizer=has_optimizer)
+    return "\n".join([text, *by_hand])
+
+
+def _describe(row: Any) -> str:
+    effects = describe_effects(row)
+    return f"{row['change']}: {describe_gain(row)}" + (f"; {effects}" if effects else "")
+
+
+def setup_with(
+    target: str,
+    arguments: Iterable[tuple[str, Any]],
+    comments: Mapping[str, str],
+    *,
+    has_optimizer: bool,
+) -> str:
+    """Return a file whose `setup` calls that of `target`, and makes changes below comments."""
+    path, _, function = target.rpartition(":")
+    call = f"unchanged({', '.join(f'{name}={value!r}' for name, value in arguments)})"
+    body = [f"model, batches, loss, optimizer = {call}"]
+    if not has_optimizer:
+        body = [
+            f"model, batches, loss = {call}",
+            "trained = [one for one in model.parameters() if one.requires_grad]",
+            "optimizer = torch.optim.AdamW(trained)",
+        ]
+    imports = {"import torch"}
+    for name, comment in comments.items():
+        imports.update(CHANGES[name].imports)
+        body += ["", f"# {comment}", *CHANGES[name].code.splitlines()]
+    body.append("return model, batches, loss, optimizer")
+    file = Path(path)
+    bound = f"from {file.stem} import {function} as unchanged"
+    if not file.stem.isidentifier():  # my-train.py
+        imports.add("import importlib")
+        bound = f'unchanged = importlib.import_module("{file.stem}").{function}'
+    lines = [
+        f'"""The training of {file.name} with the changes that pay: save it beside that file."""',
+        "",
+        *sorted(imports, key=lambda line: (line.split()[1], line.startswith("from"))),
+        "",
+        bound,
+        *["", ""],
+        "def setup():",
+        *(f"    {line}".rstrip() for line in body),
+        *["", "", MAIN],
+    ]
+    return "\n".join(lines)
