@@ -138,14 +138,14 @@ def _print_arguments(console: Any, run: "Run") -> None:
     from labkit.studies.your_training.gains import arguments
 
     results = run.results()
-    columns = ["largest_batch", "sample_bytes", "available_bytes"]
+    columns = ["largest_batch", "is_all_data", "sample_bytes", "available_bytes"]
     for row in results.rows(columns, kind="fits").to_dict("records"):
+        largest = f"at most {row['largest_batch']:,.0f} fit"
+        if row["is_all_data"]:
+            largest = f"all {row['largest_batch']:,.0f} samples of the data set fit"
         sample = format_bytes(row["sample_bytes"])
         available = format_bytes(row["available_bytes"])
-        console.print(
-            f"batch    at most {row['largest_batch']:,.0f} fit, counted: {sample} per sample,"
-            f" {available} available"
-        )
+        console.print(f"batch    {largest}, counted: {sample} per sample, {available} available")
     rows = [
         (
             f"  {row['argument']}",

@@ -4,7 +4,7 @@ import linecache
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Results
 from labkit.lab.project import notebook_path
+from labkit.studies.your_training.arguments import find_batches
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES, apply
 from labkit.studies.your_training.gains import describe_gain, sdpa_gains
@@ -417,6 +418,22 @@ def test_the_batches_that_fit_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     # 16 tokens of 64 logits and of activations that are some 20 times as wide
     assert 100 < small < 5000
     assert large == pytest.approx(2 * small, rel=0.05)
+
+
+def test_no_batch_is_larger_than_the_data_set() -> None:
+    # 16 items, in batches of 4.
+    fits, *rows = rows_of("dictionaries", sweep="argument", swept="batch")
+    assert fits["largest_batch"] == 16
+    assert fits["is_all_data"]
+    assert [row["n_samples"] for row in rows] == [2, 4, 8, 16]
+
+
+def test_a_sample_has_its_bytes_if_the_default_batch_is_all_the_data() -> None:
+    setup = load_setup(f"{FOLDER / 'dictionaries'}.py")
+    rows = [find_batches(partial(build, setup), default)[0] for default in (2, 16)]
+    assert rows[1]["largest_batch"] == 16
+    assert rows[1]["sample_bytes"] == pytest.approx(rows[0]["sample_bytes"], rel=0.2)
+    assert rows[0]["sample_bytes"] > 8
 
 
 def test_a_value_that_the_setup_refuses_costs_no_other() -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
@@ -81,24 +81,39 @@ def find_batches(make: Make, default: int) -> tuple[dict[str, Any], list[int]]:
     """Return a row with the largest batch that fits, and the batches to measure.
 
     Peaks are counted, and the batch is doubled until the peak grows with it: of a small batch it is
-    the optimizer's. The last difference is what a sample takes; the rest does not grow.
+    the optimizer's. The last difference is what a sample takes; the rest does not grow. No batch
+    has more than `n_samples`, the data set's if it has a length.
     """
+    training = make(batch=default)
+    n_samples = _data_set_length(training)
     size = default
+    if 2 * size > n_samples:
+        size = max(1, int(n_samples) // 2)
     peak = count_peak(Loop(make(batch=size)))
     doubled = count_peak(Loop(make(batch=2 * size)))
-    while doubled < MIN_GROWTH * peak and size < MAX_FACTOR * default:
+    while doubled < MIN_GROWTH * peak and size < MAX_FACTOR * default and 4 * size <= n_samples:
         size *= 2
         peak = doubled
         doubled = count_peak(Loop(make(batch=2 * size)))
     sample_bytes = max(1.0, (doubled - peak) / size)
     fixed_bytes = peak - size * sample_bytes
-    available = available_bytes(make(batch=default).device)
-    largest = math.floor((FIT_SHARE * available - fixed_bytes) / sample_bytes)
+    available = available_bytes(training.device)
+    fits = (FIT_SHARE * available - fixed_bytes) / sample_bytes
+    largest = math.floor(min(fits, n_samples))
     row = {
         "kind": "fits",
         "largest_batch": largest,
+        "is_all_data": fits > n_samples,
         "sample_bytes": sample_bytes,
         "available_bytes": float(available),
     }
     sizes = sorted({max(1, round(factor * default)) for factor in FACTORS})
     return row, [size for size in sizes if size <= max(largest, default)]
+
+
+def _data_set_length(training: Training) -> float:
+    """Return the samples of a training's data set; infinity if it has no length."""
+    data: Any = getattr(training.batches, "dataset", None)
+    if isinstance(data, Sized):
+        return len(data)
+    return math.inf
