@@ -9,6 +9,7 @@ forward pass that it differentiates.
 """
 
 import math
+import os
 import sys
 import threading
 import time
@@ -40,7 +41,7 @@ _autograd: Any = torch.autograd  # its sequence numbers are not in its types
 
 @dataclass
 class StackSamples:
-    """Seconds of a thread by its place in the code: each sample counts the time since the last.
+    """Seconds of a thread by its place in the code, each time between two samples half to each.
 
     Samples are rare while operators keep all cores busy, so their number would say too little.
     """
@@ -76,13 +77,19 @@ def sampled_stacks(loop: Loop) -> Iterator[StackSamples]:
     is_over = threading.Event()
 
     def watch() -> None:
+        _preempt()
         last = time.perf_counter()
+        last_place = None
         while not is_over.wait(INTERVAL_S):
             lines = user_lines(sys._current_frames().get(watched))
             now = time.perf_counter()
-            samples.innermost[loop.part, lines[0]] += now - last
-            samples.outermost[loop.part, lines[-1]] += now - last
+            place = (loop.part, lines)
+            # Half to each end: a late sample would take all the time of the line before.
+            for part, its_lines in (last_place or place, place):
+                samples.innermost[part, its_lines[0]] += (now - last) / 2
+                samples.outermost[part, its_lines[-1]] += (now - last) / 2
             last = now
+            last_place = place
 
     # A thread in Python code hands the interpreter over every 5 ms: too rarely for samples.
     switch_s = sys.getswitchinterval()
@@ -95,6 +102,14 @@ def sampled_stacks(loop: Loop) -> Iterator[StackSamples]:
         is_over.set()
         thread.join()
         sys.setswitchinterval(switch_s)
+
+
+def _preempt() -> None:
+    """Let this thread run as soon as it wakes, if the system can."""
+    # Ranks run under SCHED_BATCH, whose threads wait for the next tick: while operators keep all
+    # cores busy, samples would be late, and always after the same lines.
+    if hasattr(os, "SCHED_OTHER"):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @dataclass
