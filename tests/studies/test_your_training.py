@@ -1,6 +1,5 @@
 """The lab on one's own training: setups as users write them, changes, and lines."""
 
-import linecache
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -8,7 +7,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pandas as pd
 import pytest
 import torch
@@ -17,12 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Results
-from labkit.lab.project import notebook_path
 from labkit.studies.your_training.arguments import find_batches
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES, apply
 from labkit.studies.your_training.gains import describe_gain, sdpa_gains
-from labkit.studies.your_training.lab import LAB, is_example
+from labkit.studies.your_training.lab import LAB
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import SetupError, build, check_first_step, load_setup
@@ -108,21 +105,6 @@ def test_a_notebooks_function_is_measured_and_without_one_it_says_what_is_missin
     assert {row["kind"] for row in measure(point, setup=linear)} >= {"found", "part", "memory"}
     (row,) = measure(point)
     assert row["status"] == "refused"
-
-
-def test_the_notebooks_example_is_told_from_a_readers_setup() -> None:
-    notebook = nbformat.read(notebook_path("your_training"), as_version=4)
-    cell = next(one.source for one in notebook.cells if one.cell_type == "code")
-
-    def define(source: str) -> Any:
-        linecache.cache["a cell"] = (len(source), None, source.splitlines(keepends=True), "a cell")
-        names: dict[str, Any] = {}
-        exec(compile(source, "a cell", "exec"), names)
-        return names["setup"]
-
-    assert is_example(define(cell))
-    # Not the function itself is changed, but what it calls.
-    assert not is_example(define(cell.replace("sleep(0.02)", "sleep(0.01)")))
 
 
 def test_two_optimizers_are_refused() -> None:

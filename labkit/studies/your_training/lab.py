@@ -1,7 +1,5 @@
 """Your own training: what its step costs, where its time goes, and what each change would gain."""
 
-import hashlib
-import linecache
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,8 +26,6 @@ from labkit.studies.your_training.rank_tables import STRATEGY, scaling
 from labkit.studies.your_training.setup import absolute_target
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
-# SHA-256 of the notebook's first cell. Not read from the notebook: readers overwrite its cell.
-EXAMPLE_DIGEST = "712d284ab8bbfb6b1ba63c39896bf86b83245f3acf84f36dfc0b73638898565b"
 ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 
 
@@ -75,9 +71,9 @@ def _expect_file(config: YourTrainingConfig, say: Say) -> None:
 
 
 def _example(results: Results) -> str | None:
-    """Name the notebook's example; None for a setup of the reader's."""
-    examples = results.rows(["is_example"], kind="found", is_example=True)
-    return "the example in the notebook's first cell" if len(examples) else None
+    """Name the notebook's setup, which may be its example; None for a file of the reader's."""
+    is_of_notebook = len(results.rows(["file"], kind="found", file="")) > 0
+    return "the setup in the notebook's first cell" if is_of_notebook else None
 
 
 PART = Metric("seconds", "part", (), where={"kind": "part"})
@@ -261,14 +257,6 @@ LAB = Lab(
 )
 
 
-def is_example(setup: Callable[..., Any]) -> bool:
-    """Return whether a setup stands in the notebook's first cell as labkit has it."""
-    # By the whole cell: a reader may keep `setup` and replace the model above it.
-    cell = "".join(linecache.getlines(setup.__code__.co_filename)).strip()
-    return hashlib.sha256(cell.encode()).hexdigest() == EXAMPLE_DIGEST
-
-
 def lab_on(setup: Callable[..., Any]) -> Lab:
     """Return this lab on a setup of a notebook, which is sent to the rank."""
-    worker = partial(measure, setup=setup, is_example=is_example(setup))
-    return replace(LAB, worker=worker, prepare=lambda config, say: None)
+    return replace(LAB, worker=partial(measure, setup=setup), prepare=lambda config, say: None)

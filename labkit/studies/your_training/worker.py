@@ -73,19 +73,16 @@ class YourTrainingPoint(TimedPoint):
         return super().planned_s + COMPILE_S * ("torch.compile" in self.changes)
 
 
-def measure(
-    point: YourTrainingPoint, setup: Setup | None = None, *, is_example: bool = False
-) -> Iterator[dict[str, Any]]:
+def measure(point: YourTrainingPoint, setup: Setup | None = None) -> Iterator[dict[str, Any]]:
     """Yield rows of the sweep that the point belongs to; a setup that is wrong is one row.
 
-    `setup` is a notebook's function, measured if the point names no file; `is_example` is recorded
-    with it.
+    `setup` is a notebook's function, measured if the point names no file.
     """
     try:
         function = load_setup(point.file) if point.file else setup
         if function is None:
             raise SetupError("expected a setup, such as --set file=train.py:setup")
-        bench = Bench(point, function, is_example=is_example and not point.file)
+        bench = Bench(point, function)
         sweeps: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
             "step": bench.measure_step,
             "changes": bench.measure_changes,
@@ -103,7 +100,6 @@ class Bench:
 
     point: YourTrainingPoint
     setup: Setup
-    is_example: bool
 
     def build(self, **arguments: Any) -> Training:
         """Return a fresh training, with the same parameters each time."""
@@ -115,8 +111,7 @@ class Bench:
         batch, without_gradient = check_first_step(training)
         loop = Loop(training)
         found = describe_training(training, batch, without_gradient)
-        found |= {"flops": count_flops(loop, batch), "is_example": self.is_example}
-        yield {"kind": "found", **found}
+        yield {"kind": "found", **found, "flops": count_flops(loop, batch)}
         warmup = self.point.warmup + loop.prefetched
         options = self.point.rounds | {"warmup": warmup}
         device = training.device
