@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ import torch.distributed as dist
 
 from labkit.machine.cgroups import available_cores
 from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
-from labkit.parallel.ranks import group, results
+from labkit.parallel.ranks import group, results, server_process
 from labkit.parallel.ranks.debugger import TERMINAL
 from labkit.parallel.ranks.results import current_alternative
 from tests.parallel.waiting import is_gone
@@ -524,3 +526,18 @@ def test_run_ranks_returns_the_results_by_rank_or_raises_what_went_wrong() -> No
 def test_wrong_arguments_stop_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         launch(**({"worker": lambda point: None, "points": [None]} | options))
+
+
+def test_a_server_starts_if_warnings_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "warns.py").write_text(
+        "import warnings\nwarnings.warn('old', DeprecationWarning)\n"
+    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, server_process.__file__, str(theirs.fileno()), "warns"]
+        environment = os.environ | {"PYTHONWARNINGS": "error", "PYTHONPATH": str(tmp_path)}
+        server = Popen(command, pass_fds=[theirs.fileno()], env=environment, stderr=PIPE)
+    ours.close()
+    # It ends with its last caller, and not with the warning.
+    assert server.communicate() == (None, b"")
+    assert server.returncode == 0

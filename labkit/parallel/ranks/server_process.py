@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import connection
@@ -234,8 +235,11 @@ def _fork_rank(
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGHUP, STACKS_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    # PYTHONWARNINGS=error is about the reader's code, and torch warns of itself when imported.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in sys.argv[2:]:
+            importlib.import_module(module)
     gc.collect()
     # Else a collection in a rank would write to, and so copy, the pages that it shares with the
     # server.
