@@ -356,6 +356,27 @@ def test_a_forward_pass_that_trains_nothing_is_named() -> None:
     assert unused == {f"{Path(__file__).name}:{first + 1}"}
 
 
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return gradient * 2
+
+
+def test_a_backward_pass_has_its_time_between_operators_too() -> None:
+    loop = Loop(
+        build(lambda: linear(loss=lambda model, x: SlowBackward.apply(model(x)).square().mean()))
+    )
+    with loop.turn():
+        shares = {row["line"]: row["backward_share"] for row in line_rows(loop, 3)}
+    line = f"{Path(__file__).name}:{SlowBackward.forward.__code__.co_firstlineno + 2}"
+    assert shares[line] > 0.5
+
+
 class Doubling(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 4

@@ -4,7 +4,7 @@ Data set, forward, loss and optimizer: a thread looks at the stack of the traini
 millisecond, as a sampling profiler does. The innermost line that is neither labkit's nor installed
 gets the sample.
 
-Backward runs no line of the reader's: each operator is timed, and belongs to the line of the
+Backward runs no line of the reader's: each of its nodes is timed, and belongs to the line of the
 forward pass that it differentiates.
 """
 
@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from labkit.lab.user_lines import user_file
 from labkit.nn.training import FORWARD, OPTIMIZER
 from labkit.studies.your_training.loop import INPUT, Loop
-from labkit.torch_private import TorchDispatchMode, current_autograd_node
+from labkit.torch_private import TorchDispatchMode
 
 INTERVAL_S = 0.001
 # Passes whose operators are timed: a single one may wait for memory or for other programs.
@@ -116,12 +117,13 @@ def _preempt() -> None:
 class _ForwardCall:
     """An operator of the forward pass for which autograd has made a node."""
 
+    innermost: str
     outermost: str
     seconds: float
 
 
-class OperatorClock(TorchDispatchMode):
-    """Times the operators of forward and backward passes on a CPU, by the reader's line."""
+class PassClock(TorchDispatchMode):
+    """Finds the reader's line of each operator in forward passes; times backward passes by it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +132,6 @@ class OperatorClock(TorchDispatchMode):
         """Operators of the forward passes."""
         # By the number of the autograd node: its backward pass has the same.
         self._forward_calls: dict[int, _ForwardCall] = {}
-        self._lines: dict[int, str] = {}
         self._newest_node = 0
 
     def __enter__(self) -> Self:
@@ -140,22 +141,41 @@ class OperatorClock(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = current_autograd_node()
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         seconds = time.perf_counter() - start
-        if node is not None:
-            self.backward_s[self._lines.get(node._sequence_nr(), "")] += seconds
-            return result
         lines = user_lines(sys._getframe(1))
         self.calls[lines[0]] += 1
         # A node is numbered just before its operator runs.
         newest = _autograd._get_sequence_nr()
         if newest > self._newest_node:
             self._newest_node = newest
-            self._lines[newest - 1] = lines[0]
-            self._forward_calls[newest - 1] = _ForwardCall(lines[-1], seconds)
+            self._forward_calls[newest - 1] = _ForwardCall(lines[0], lines[-1], seconds)
         return result
+
+    def run_backward(self, loop: Loop, nodes: Iterable[Any]) -> None:
+        """Run a backward pass through these nodes, and time each.
+
+        A node's time ends when the next one begins. Operators alone would leave out what autograd
+        does between them, which for a loop over rows is most of the time.
+        """
+        current = ""
+        start = time.perf_counter()
+
+        def begin(line: str, _: Any) -> None:
+            nonlocal current, start
+            now = time.perf_counter()
+            self.backward_s[current] += now - start
+            current = line
+            start = now
+
+        for node in nodes:
+            call = self._forward_calls.get(node._sequence_nr())
+            # Without one it adds to a parameter's gradient, for the node before.
+            if call is not None:
+                node.register_prehook(partial(begin, call.innermost))
+        loop.backward()
+        begin("", None)
 
     def unused_lines(self, reached: set[int]) -> set[str]:
         """Return outermost lines of which hardly anything reaches the loss (`nodes_below`)."""
@@ -168,19 +188,17 @@ class OperatorClock(TorchDispatchMode):
         return {line for line in unused if line and unused[line] > UNUSED_SHARE * total[line]}
 
 
-def nodes_below(loss: Tensor) -> set[int]:
-    """Return sequence numbers of the nodes through which gradients of the loss will pass."""
-    numbers: set[int] = set()
+def nodes_below(loss: Tensor) -> list[Any]:
+    """Return the autograd nodes through which gradients of the loss will pass."""
     waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
+    seen: dict[Any, None] = {}
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        seen.add(node)
-        numbers.add(node._sequence_nr())
+        seen[node] = None
         waiting += [edge for edge, _ in node.next_functions]
-    return numbers
+    return list(seen)
 
 
 def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
@@ -188,7 +206,7 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
 
     `input_share`, `forward_share` and `optimizer_share`: of the part's time at which the line runs,
     without what other lines of the reader's do for it. `backward_share`: of the backward pass, by
-    its operators. `calls`: operators per step. `unused_share`: of the forward pass, by a line of
+    its nodes. `calls`: operators per step. `unused_share`: of the forward pass, by a line of
     the loss with all that it calls, if nothing of it reaches the loss.
 
     Shares of parts, and not seconds: looking at a training slows it down, and some parts more.
@@ -197,12 +215,14 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
         for _ in range(n_steps):
             loop.step()
     reached: set[int] = set()
-    clock = OperatorClock()
+    clock = PassClock()
     for _ in range(CLOCKED_PASSES):
         loop.take_batch()
         with clock:
-            reached |= nodes_below(loop.forward())
-            loop.backward()
+            loss = loop.forward()
+        nodes = nodes_below(loss)
+        reached |= {node._sequence_nr() for node in nodes}
+        clock.run_backward(loop, nodes)
         loop.training.optimizer.zero_grad()
     backward_s = sum(clock.backward_s.values()) or 1.0
     unused = clock.unused_lines(reached)
