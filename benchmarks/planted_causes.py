@@ -3,15 +3,13 @@
     python benchmarks/planted_causes.py                      # ten minutes on two quiet cores
     python benchmarks/planted_causes.py loop --set batch=64  # a cause of another size
     python benchmarks/planted_causes.py --runs 10            # a change that changes nothing
+    python benchmarks/planted_causes.py --runs 5 --seed 5    # the second half of these
 
-planted_setups.py has a setup per cause, and the same without it. The true size is what a step takes
-longer with the cause, by plain loops in two processes that take turns: what one training frees
-would be memory for the other in one process. Exits 1 if another line or part is named first, with a
-size that is off by more than 15%, or of a step that is.
-
-Sizes are shares of a step. The cores of a virtual machine change between two speeds every few
-seconds: a step of 12 ms takes 19 ms, in `labkit try` and in a plain loop alike, and its parts with
-it. Steps themselves are compared at the higher speed, by the fastest of all.
+planted_setups.py has a setup per cause, and the same without it. Its true size is what a plain
+loop takes longer with the cause than without it. Two more processes run these loops between the
+steps that the lab times: the cores of a virtual machine change their speed every few seconds, and a
+plain loop of another minute took 0.5 to 2.1 times as long. Exits 1 if another line or part is named
+first, with a share of a step that is off by more than 15%, or of a step that is.
 
 All processes keep the pages of freed tensors, unlike those of `labkit try`: tensors get new pages
 in one step and old ones in the next, by what was freed before, and that is up to a third of a step,
@@ -19,39 +17,40 @@ in one process and not in another.
 """
 
 import argparse
-import math
-import multiprocessing
+import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
+from subprocess import PIPE, Popen
 from typing import Any, NamedTuple
 
+import numpy as np
 import planted_setups
-import torch
 
+from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.config import parse_assignments
 from labkit.lab.runs.measure import measure as measure_lab
 from labkit.lab.runs.store import Run
 from labkit.parallel.data_parallel import LOCAL
-from labkit.studies.your_training import changes, lab
+from labkit.studies.your_training import changes, lab, worker
 from labkit.studies.your_training.changes import Change
 from labkit.studies.your_training.gains import describe_gain, gains
 from labkit.studies.your_training.rank_tables import WITH_LOCAL, lateness
-from labkit.studies.your_training.worker import measure
+from labkit.studies.your_training.worker import TOGETHER, measure
 
 WITHIN = 0.15
 # Runs of each cause; the median error counts.
 ATTEMPTS = 3
-# Rounds of a true size, before the runs and after them.
-TRUE_ROUNDS = 6
-# Seconds of steps between those of the other process: a training runs on and on.
-TURN_S = 0.5
+# Seconds of plain steps between two steps of the lab, with the cause and again without it.
+TURN_S = 0.1
+# Steps that the lab times: a fixed number, since its clock would count the plain ones.
+ROUNDS = {"warmup": 2, "repeats": 16, "gain": 0.0, "rounds_s": 60.0}
 FILE = Path(planted_setups.__file__)
 NOTHING = "nothing"
 KEPT_PAGES = {
@@ -92,6 +91,8 @@ def first_unused(run: Run) -> Named:
 def first_gain(run: Run) -> Named:
     """The change that gains most."""
     table = gains(run.results()).query("verdict == 'faster'")
+    # The combination is no cause.
+    table = table[table["change"] != TOGETHER]
     if table.empty:
         return UNNAMED
     return Named(table["change"].iloc[0], table["less_percent"].iloc[0] / 100)
@@ -124,13 +125,6 @@ def local_steps(run: Run) -> Any:
     return samples.loc[samples["part"] == "step", "seconds"]
 
 
-class TrueSize(NamedTuple):
-    """A cause's share of a step, and the fastest step with it in seconds."""
-
-    share: float
-    fastest_s: float
-
-
 class Cause(NamedTuple):
     """How a cause is looked for in a run."""
 
@@ -158,110 +152,114 @@ def _text_of(line: str) -> str:
     return FILE.read_text().splitlines()[number - 1].partition("# ")[2]
 
 
-def true_size(cause: str, arguments: dict[str, Any]) -> TrueSize:
-    """Return what a step takes longer with a cause than without it."""
-    # Spawned, since a fork would inherit the threads that torch has started here.
-    context = multiprocessing.get_context("spawn")
-    pipes = []
-    processes = []
-    for is_planted in (True, False):
-        pipe, other_end = context.Pipe()
-        values = arguments | {"is_planted": is_planted}
-        process = context.Process(target=_run_steps, args=(cause, values, other_end))
-        process.start()
-        other_end.close()  # else nobody notices that the process has ended
-        pipes.append(pipe)
-        processes.append(process)
+class PlainSteps:
+    """Two processes that run plain steps of a cause, with it and without it."""
 
-    def run_round() -> list[list[float]]:
-        answers = []
-        for pipe in pipes:
-            pipe.send(TURN_S)
-            answers.append(pipe.recv())
-        return answers
+    def __init__(self, cause: str, arguments: dict[str, Any]) -> None:
+        self.planted_s: list[float] = []
+        self.clean_s: list[float] = []
+        self._processes = []
+        for is_planted in (True, False):
+            values = json.dumps(arguments | {"is_planted": is_planted})
+            command = [sys.executable, str(FILE.with_name("plain_steps.py")), cause, values]
+            self._processes.append(Popen(command, stdin=PIPE, stdout=PIPE, text=True))
+        self.run_turn()  # warms up
+        self.planted_s.clear()
+        self.clean_s.clear()
 
-    run_round()  # warms up
-    shares = []
-    fastest_s = math.inf
-    for _ in range(TRUE_ROUNDS):
-        planted, clean = run_round()
-        shares.append(1 - median(clean) / median(planted))
-        fastest_s = min(fastest_s, *planted)
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(0)
-        process.join()
-    return TrueSize(median(shares), fastest_s)
+    def run_turn(self) -> None:
+        """Run plain steps for some time, and keep their medians."""
+        for process, seconds in zip(self._processes, (self.planted_s, self.clean_s), strict=True):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{TURN_S}\n")
+            process.stdin.flush()
+            seconds.append(float(process.stdout.readline()))
+
+    def rows(self, n_turns: int) -> Iterator[dict[str, Any]]:
+        """End the processes; yield a row with the medians of the last turns."""
+        for process in self._processes:
+            process.communicate()
+        planted, clean = self.planted_s[-n_turns:], self.clean_s[-n_turns:]
+        yield {"kind": "plain", "planted": planted, "clean": clean}
 
 
-def _run_steps(cause: str, arguments: dict[str, Any], pipe: Any) -> None:
-    """Run steps for the seconds that are asked for, and send those of each, until 0 come."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    step = _stepper(*getattr(planted_setups, cause)(**arguments))
-    while turn_s := pipe.recv():
-        end = time.perf_counter() + turn_s
-        step()  # the other process has had the caches
-        seconds = []
-        while not seconds or time.perf_counter() < end:
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
-        pipe.send(seconds)
+def measure_with_plain_steps(point: Any) -> Any:
+    """The lab's worker, with plain steps of the same cause between the steps that it times."""
+    if point.sweep != "step":
+        return measure(point)
+    plain = PlainSteps(point.file.rpartition(":")[2], dict(point.arguments))
+
+    def time_parts(alternatives: Any, **options: Any) -> Any:
+        (parts,) = alternatives.values()
+
+        def prepare(_: str) -> None:
+            plain.run_turn()
+            for part in parts.values():  # the plain steps have had the caches
+                part()
+
+        return time_parts_interleaved(alternatives, prepare=prepare, **options)
+
+    worker.time_parts_interleaved = time_parts
+    # Chained: a generator of this file would be on the stack, whose lines the lab looks at.
+    return chain(measure(point), plain.rows(point.repeats))
 
 
-def _stepper(model: Any, batches: Any, loss: Any, optimizer: Any) -> Callable[[], None]:
-    def forever() -> Any:
-        while True:
-            yield from batches
+class Attempt(NamedTuple):
+    """What one run names first, and what plain loops measured between its steps."""
 
-    source = forever()
-
-    def step() -> None:
-        value = loss(model, next(source))
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    named: Named
+    true_share: float
+    step_ratio: float
+    """Of the lab's step to that of the plain loop with the cause."""
 
 
-def judge(attempts: list[Named], expected: str, true_share: float, step_ratio: float) -> str:
-    """Say whether a cause is named in most attempts, with its true size or rightly not named.
+def attempt(cause: Cause, run: Run) -> Attempt:
+    """Compare a run with the plain steps in it, in the same seconds of both."""
+    plain = run.results().rows(["planted", "clean"], kind="plain").iloc[0]
+    planted = np.array(plain["planted"])
+    clean = np.array(plain["clean"])
+    samples = lab.PART.samples(run.frame())
+    steps = samples[samples["part"] == "step"].sort_values("repeat")["seconds"].to_numpy()
+    true_share = float(np.median(1 - clean / planted))
+    return Attempt(cause.read(run), true_share, float(np.median(steps / planted)))
 
-    `step_ratio`: of the step whose share is named to the true one.
-    """
-    if 2 * sum(one.name == expected for one in attempts) <= len(attempts):
-        names = ", ".join(one.name or "nothing" for one in attempts)
+
+def judge(attempts: list[Attempt], expected: str) -> str:
+    """Say whether a cause is named in most attempts, with its true size or rightly not named."""
+    if 2 * sum(one.named.name == expected for one in attempts) <= len(attempts):
+        names = ", ".join(one.named.name or "nothing" for one in attempts)
         return f"MISSED: named are {names}"
-    share = median(one.share for one in attempts)
-    # Lines that take less of a step are not listed.
-    tolerance = WITHIN * true_share if expected else lab.MIN_LINE_SHARE
-    is_met = abs(share - true_share) <= tolerance and abs(step_ratio - 1) <= WITHIN
-    shares = ", ".join(f"{one.share:.1%}" for one in attempts)
+    if expected:
+        errors = [one.named.share / one.true_share - 1 for one in attempts]
+        is_met = abs(median(errors)) <= WITHIN
+    else:
+        # Lines that take less of a step are not listed.
+        largest = median(max(one.named.share, abs(one.true_share)) for one in attempts)
+        is_met = largest <= lab.MIN_LINE_SHARE
+    step_ratio = median(one.step_ratio for one in attempts)
+    is_met = is_met and abs(step_ratio - 1) <= WITHIN
+    shares = ", ".join(f"{one.named.share:.1%} for {one.true_share:.1%}" for one in attempts)
     return (
-        f"{'met' if is_met else 'MISSED'}: {shares} of a step for {true_share:.1%};"
-        f" the step is {step_ratio:.2f} of the true one"
+        f"{'met' if is_met else 'MISSED'}: {shares} of a step; the step is {step_ratio:.2f} of the"
+        " plain one"
     )
 
 
 def check_causes(folder: Path, causes: list[str], arguments: dict[str, Any]) -> int:
     """Print a line per cause; return how many are missed."""
+    study = replace(lab.LAB, worker=measure_with_plain_steps)
     n_missed = 0
     for name in causes:
         cause = CAUSES[name]
-        values = {"file": f"{FILE}:{name}", "arguments": arguments}
+        values = {"file": f"{FILE}:{name}", "arguments": arguments, **ROUNDS}
         values |= {"changes": cause.changes, "world_sizes": cause.world_sizes}
-        config = lab.LAB.configure("quick", values)
-        true_sizes = [true_size(name, arguments)]
+        config = study.configure("quick", values)
         attempts = []
-        fastest_s = math.inf
         for _ in range(ATTEMPTS):
-            run = measure_lab(lab.LAB, config, profile="quick", directory=folder)
-            attempts.append(cause.read(run))
-            fastest_s = min(fastest_s, local_steps(run).min())
-        true_sizes.append(true_size(name, arguments))
-        step_ratio = fastest_s / min(one.fastest_s for one in true_sizes)
-        true_share = mean(one.share for one in true_sizes)
-        verdict = judge(attempts, cause.expected, true_share, step_ratio)
+            run = measure_lab(study, config, profile="quick", directory=folder)
+            attempts.append(attempt(cause, run))
+        verdict = judge(attempts, cause.expected)
         n_missed += not verdict.startswith("met")
         print(f"{name:10} {cause.expected or 'costs nothing'}: {verdict}", flush=True)
     return n_missed
@@ -275,17 +273,17 @@ def measure_with_nothing(point: Any) -> Any:
 
 def add_nothing() -> None:
     """Add a change that changes nothing to labkit's."""
-    nothing = Change(lambda loop: None, lambda training: None, "", "")
+    nothing = Change(make=lambda *parts: parts, refusal=lambda training: None, title="")
     # By its module: a rank gets copies of this script's globals.
     changes.CHANGES[NOTHING] = nothing  # type: ignore[index]
 
 
-def check_nothing(folder: Path, n_runs: int) -> int:
+def check_nothing(folder: Path, seeds: range) -> int:
     """Print what a change that changes nothing gains in each run; return 0 if at most one does."""
     add_nothing()
     study = replace(lab.LAB, worker=measure_with_nothing)
     verdicts = []
-    for number in range(n_runs):
+    for number in seeds:
         values = {"file": f"{FILE}:attention", "arguments": {"is_planted": False}}
         values |= {"changes": [NOTHING], "world_sizes": [], "seed": number}
         config = study.configure("quick", values)
@@ -294,7 +292,7 @@ def check_nothing(folder: Path, n_runs: int) -> int:
         verdicts.append(row["verdict"])
         print(f"run {number}: {describe_gain(row)}", flush=True)
     n_false = sum(verdict != NO_DIFFERENCE_SHOWN for verdict in verdicts)
-    print(f"{n_false} false gains or losses in {n_runs} runs")
+    print(f"{n_false} false gains or losses in {len(seeds)} runs")
     # At `FALSE_DISCOVERY_RATE` one false verdict in ten runs may be chance, two hardly ever.
     return max(0, n_false - 1)
 
@@ -302,6 +300,7 @@ def check_nothing(folder: Path, n_runs: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=0, help="runs of a change that changes nothing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first of these runs")
     parser.add_argument("--set", nargs="*", default=[], help="arguments of the setups: batch=64")
     parser.add_argument("causes", nargs="*", help=f"of {', '.join(CAUSES)}; all by default")
     options = parser.parse_args()
@@ -312,7 +311,8 @@ def main() -> int:
     os.environ.update(KEPT_PAGES)  # for the processes that measure, which start later
     with tempfile.TemporaryDirectory() as folder:
         if options.runs:
-            return check_nothing(Path(folder), options.runs)
+            seeds = range(options.seed, options.seed + options.runs)
+            return check_nothing(Path(folder), seeds)
         return check_causes(Path(folder), options.causes or [*CAUSES], arguments)
 
 

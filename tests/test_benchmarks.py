@@ -65,9 +65,11 @@ def test_a_planted_cause_is_met_by_its_name_and_its_size_in_most_runs(monkeypatc
     planted = runpy.run_path(str(BENCHMARKS / "planted_causes.py"))
 
     def verdict(*named, step_ratio=1.0, expected="input"):
-        attempts = [planted["Named"](*one) for one in named]
         true_share = 0.4 if expected else 0.0
-        return planted["judge"](attempts, expected, true_share, step_ratio).partition(":")[0]
+        attempts = [
+            planted["Attempt"](planted["Named"](*one), true_share, step_ratio) for one in named
+        ]
+        return planted["judge"](attempts, expected).partition(":")[0]
 
     right = ("input", 0.42)
     assert verdict(right, right, ("input", 0.8)) == "met"
