@@ -196,20 +196,42 @@ def read_model(path: Path) -> Model:
         # Not a device or a pipe, which may never end.
         if not path.is_file():
             raise ValueError("there is no such file")
-        config = json.loads(path.read_text("utf-8-sig"))
-        if not isinstance(config, dict):
-            raise ValueError(f"it is a {type(config).__name__}")
+        config = _parse_config(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
     # Downloaded configs are all called so: the model's name is that of the folder.
-    name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    name = path.stem
+    if path.name == "config.json":
+        name = _folder_name(path.absolute().parent)
     # A terminal or a page would take other characters for a command.
     name = re.sub(r"[^\w .-]", "", name)[:40] or "this model"
     try:
         return _read_config(config, name)
     except ValueError as error:
         raise ValueError(f"{str(path)[-80:]}: {error}") from None
+
+
+def _parse_config(text: str) -> dict[str, Any]:
+    """Parse a JSON object. ValueError for what a download may leave instead of the file."""
+    if text.startswith("version https://git-lfs"):
+        raise ValueError("it is a Git LFS pointer; `git lfs pull` fetches the file")
+    if text.lstrip().startswith("<"):
+        raise ValueError("it is an HTML page, as of a sign-in or an error")
+    config = json.loads(text)
+    if not isinstance(config, dict):
+        raise ValueError(f"expected an object, it is a {type(config).__name__}")
+    return config
+
+
+def _folder_name(folder: Path) -> str:
+    """Return the folder's name, or the model's in Hugging Face's cache.
+
+    There it is `models--OWNER--NAME/snapshots/HASH`.
+    """
+    if folder.parent.name == "snapshots" and "--" in folder.parents[1].name:
+        folder = folder.parents[1]
+    return folder.name.rpartition("--")[2]
 
 
 def _read_config(config: dict[str, Any], name: str, where: str = "") -> Model:

@@ -25,6 +25,8 @@ _MODEL = ("model", *(one.name for one in fields(Model) if one.name != "name"))
 # Columns that only an output of `labkit predict` has.
 ONLY_PREDICTED = frozenset({"step_low", "step_high"})
 SEPARATORS = (",", ";", "\t")
+# First two bytes of a table that Excel has saved as "Unicode text".
+ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _AMBIGUOUS = re.compile(r"[1-9]\d{0,2}([.,\s]\d{3})+")
 # Columns whose 2.345 has decimals, in a file with `,`: nobody means 2,345 seconds.
 _FRACTIONS = ("step_s", "node_network_gbps", "measured_bus_bandwidth")
@@ -64,12 +66,15 @@ def read_rows(path: Path) -> list[Row]:
     """Read every row of the file. ValueError for another kind of file or a missing column."""
     name = str(path)[-80:]
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        text = content.decode(ENCODINGS.get(content[:2], "utf-8-sig"))
         separator = max(SEPARATORS, key=text.partition("\n")[0].count)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"expected a CSV in UTF-8, and {name} is none: {error}") from None
+        raise ValueError(
+            f"expected a CSV in UTF-8 or UTF-16, and {name} is none: {error}"
+        ) from None
     columns = _columns(rows[0][1] if rows else [], name)
     if len(rows) < 2:
         raise ValueError(f"{name} has no rows")
@@ -77,7 +82,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _columns(header: Sequence[str], name: str) -> list[str]:
-    """Return column names, as `kv_heads` for `KV heads`. ValueError for another table's."""
+    """Return column names, as `kv_heads` for `KV heads`.
+
+    ValueError for missing, repeated and predicted ones.
+    """
     columns = [re.sub("[ -]", "_", column.strip().lower()) for column in header]
     missing = [column for column in REQUIRED if column not in columns]
     if missing:
@@ -85,6 +93,9 @@ def _columns(header: Sequence[str], name: str) -> list[str]:
         raise ValueError(
             f"{name} lacks the columns {', '.join(missing)}; its first line has {line}"
         )
+    twice = sorted({column for column in columns if column and columns.count(column) > 1})
+    if twice:
+        raise ValueError(f"{name} has the column {twice[0]} twice: which one counts?")
     if set(columns) >= ONLY_PREDICTED:
         raise ValueError(
             f"{name} is an output of labkit predict: expected measurements, not predictions"
@@ -107,7 +118,7 @@ def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) 
 
 @cache  # most cells of a table repeat
 def _plain(name: str, text: str, separator: str) -> str:
-    """Return a number as Python reads it, as of 0,5 in a file with `;`.
+    """Return a number as Python reads it: of 4.0, 4E+06, and of 0,5 in a file with `;`.
 
     A text that may have thousands or decimals gets a remark, with which it is no number.
     """
@@ -115,7 +126,10 @@ def _plain(name: str, text: str, separator: str) -> str:
     if _AMBIGUOUS.fullmatch(text) and (has_decimal_commas or name not in _FRACTIONS):
         return f"{text} (thousands, or decimals?)"
     if has_decimal_commas and re.fullmatch(r"\d+,\d+", text):
-        return text.replace(",", ".")
+        text = text.replace(",", ".")
+    # Spreadsheets write 4 as 4.0 or 4E+06, which is no whole number to a strict reader.
+    if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text):
+        return f"{float(text):.12g}"
     return text
 
 

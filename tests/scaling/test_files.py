@@ -102,13 +102,14 @@ PLAIN = _text([GOOD])
 SPREADSHEETS = {
     "semicolons and a byte-order mark": ("\ufeff" + _text([GOOD], ";")).encode(),
     "a decimal comma": _text([GOOD | {"node_network_gbps": "1600,5"}], ";").encode(),
-    "tabs": _text([GOOD], "\t").encode(),
+    "UTF-16 with tabs": _text([GOOD], "\t").encode("utf-16"),
     "carriage returns": PLAIN.replace("\n", "\r").encode(),
     "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
     "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
     "points before decimals": _text([GOOD | {"step_s": "0.500"}], ";").encode(),
     "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
     "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
+    "powers of ten": _text([GOOD | {"vocab": "5.0368E+04"}]).encode(),
 }
 
 
@@ -131,6 +132,7 @@ REFUSED = {
     "bytes": (b"\xff\xfe\x00gpu\xd8", "UTF"),
     "only a header": (",".join(GOOD).encode(), "no rows"),
     "nothing": (b"", "lacks the columns"),
+    "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
     "predictions": (
         _text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(),
         "output of labkit predict",
@@ -341,10 +343,11 @@ def test_other_configs(tmp_path):
     model = read_model(_config(tmp_path, GPT2))
     assert (model.ffn, model.ffn_gated, model.tied, model.kv_heads) == (3072, False, True, 12)
     assert read_model(_config(tmp_path, LLAMA | {"head_dim": 64})).head_dim == 64
-    folder = tmp_path / "Llama-3-8B"
-    folder.mkdir()
-    _config(folder, LLAMA)
-    assert read_model(folder).name == "Llama-3-8B"
+    snapshot = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "1a2b"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (snapshot / "config.json").symlink_to(_config(tmp_path / "blobs", LLAMA))
+    assert read_model(snapshot).name == "Llama-3-8B"
 
 
 HOSTILE = {
@@ -365,7 +368,6 @@ HOSTILE = {
     "nested": b"[" * 500_000,
     "empty": b"",
     "not utf-8": b"\xff\xfe\x00{",
-    "a page": b"<!DOCTYPE html><title>Sign in</title>",
 }
 
 
@@ -412,6 +414,19 @@ def test_a_config_of_any_name_is_named_by_its_file(tmp_path):
         path.write_text(json.dumps(config))
         with pytest.raises(ValueError, match=re.escape(f"{str(path)[-80:]}: ")):
             read_model(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"<!DOCTYPE html><title>Sign in</title>", "HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
+        (b"[1, 2]", "a list"),
+    ],
+)
+def test_what_a_download_leaves_instead_of_a_config_is_named(content, kind, tmp_path):
+    with pytest.raises(ValueError, match=kind):
+        read_model(_config(tmp_path, content))
 
 
 def test_a_device_is_no_config(tmp_path):
