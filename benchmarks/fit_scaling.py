@@ -21,6 +21,7 @@ from folds import Fold, cards_of, make_folds, model_parts
 from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, intervals, memory
+from labkit.scaling.calibration import soft_l1
 from labkit.scaling.constants import CALIBRATED, Constant, from_values, read_constants
 from labkit.scaling.intervals import OTHERS, UNKNOWN, Widths
 from labkit.scaling.prediction import FITS_SHARE, predict_runs
@@ -95,11 +96,6 @@ def fit(
     return values(
         least_squares(residuals, prior, bounds=bounds, max_nfev=EVALUATIONS, diff_step=1e-4).x
     )
-
-
-def soft_l1(errors: np.ndarray) -> np.ndarray:
-    """Return residuals whose squares are twice the soft L1 loss: outliers bend little."""
-    return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
 
 
 def fit_time(published: Runs, mask: np.ndarray) -> dict[str, float]:

@@ -52,7 +52,7 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     # stages.
     is_old = runs.has("old_pipeline") & (runs.pp > 1)
     exchanges = m * np.minimum(runs.pp - 1, 2) + runs.pp - 2
-    parts |= {
+    return parts | {
         "head_s": m * head * is_last[slowest],
         "pipeline_transfer_s": m * transfer,
         "engine_s": np.where(is_old, runs["old_pipeline_s"] * exchanges, 0.0),
@@ -60,7 +60,6 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
         "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
         "data_parallel_s": data_parallel_s(runs, stage[slowest]),
     }
-    return {name: seconds * runs["site_factor"] for name, seconds in parts.items()}
 
 
 def predict_step_s(runs: Runs) -> Numbers:
