@@ -157,10 +157,10 @@ class PassClock(TorchDispatchMode):
         """Run a backward pass through these nodes, and time each.
 
         A node's time ends when the next one begins. Operators alone would leave out what autograd
-        does between them, which for a loop over rows is most of the time.
+        does between them.
         """
         current = ""
-        start = time.perf_counter()
+        start = 0.0
 
         def begin(line: str, _: Any) -> None:
             nonlocal current, start
@@ -174,6 +174,7 @@ class PassClock(TorchDispatchMode):
             # Without one it adds to a parameter's gradient, for the node before.
             if call is not None:
                 node.register_prehook(partial(begin, call.innermost))
+        start = time.perf_counter()
         loop.backward()
         begin("", None)
 
