@@ -40,6 +40,9 @@ SUMS = {
     "gradient reduction": ("data_parallel_s",),
     "optimizer": ("optimizer_s",),
 }
+# Columns of a predicted table, behind those of the input.
+COLUMNS = ["step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "peak_low", "peak_high"]
+COLUMNS += ["fits", "unstable", "nearest", "note"]
 # Columns of the input that have a prediction's name, and their names in the output.
 MEASURED = {
     "step_s": "measured_step_s",
@@ -246,7 +249,7 @@ def predict_runs(runs: Runs) -> Predictions:
 
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return the cells of every row, then its prediction; a refused row has only a note."""
+    """Return the cells of every row with `COLUMNS`; a refused row has only the note."""
     # All at once: a formula on columns takes as long for one run as for hundreds.
     possible = [row.run for row in rows if row.run is not None]
     predicted: Iterator[dict[str, str]] = iter(())
@@ -257,7 +260,10 @@ def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
         new = {"note": f"refused: {row.refusal}"} if row.run is None else next(predicted)
         notes = [new["note"], *(f"assumed: {words}" for words in row.assumptions)]
         cells = {MEASURED.get(name, name): value for name, value in row.cells.items()}
-        merged.append(cells | new | {"note": "; ".join(note for note in notes if note)})
+        # The input may have columns of an output of `labkit predict`.
+        cells = {name: value for name, value in cells.items() if name not in COLUMNS}
+        new["note"] = "; ".join(note for note in notes if note)
+        merged.append(cells | dict.fromkeys(COLUMNS, "") | new)
     return merged
 
 

@@ -12,7 +12,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.scaling import DATA
 from labkit.scaling.hardware import HARDWARE, find_hardware
 from labkit.scaling.models import NAMED, find_model, read_model
-from labkit.scaling.prediction import predict_rows
+from labkit.scaling.prediction import COLUMNS, predict_rows
 from labkit.scaling.table import read_rows
 
 GOOD = {
@@ -96,7 +96,8 @@ def test_a_wrong_row_is_refused_by_its_line_and_the_others_are_predicted(tmp_pat
     )
     assert [row.line for row in rows] == [2, 3, 4]
     first, refused, last = predict_rows(rows)
-    assert "step_s" not in refused
+    assert refused["step_s"] == ""
+    assert [*refused] == [*first]
     assert reason in refused["note"]
     assert first == last
     assert float(first["step_low"]) < float(first["step_s"]) < float(first["step_high"])
@@ -122,7 +123,7 @@ def test_tables_as_spreadsheets_write_them(case, tmp_path):
     (expected,) = predict_rows(read_rows(_file(tmp_path, PLAIN)))
     (predicted,) = predict_rows(read_rows(_file(tmp_path, SPREADSHEETS[case])))
     if case != "a decimal comma":
-        for name in ("step_s", "step_low", "step_high", "peak_gib", "nearest", "note"):
+        for name in COLUMNS:
             assert predicted[name] == expected[name]
     assert float(predicted["step_s"]) == pytest.approx(float(expected["step_s"]), rel=0.2)
 
@@ -178,6 +179,16 @@ def test_the_command_writes_predictions_and_names_refused_rows(tmp_path, command
     for name, words in (("out.csv", "output of labkit predict"), ("none.csv", "No such file")):
         status, _, complaints = command("predict", str(tmp_path / name))
         assert (status, words in complaints, "Traceback" in complaints) == (2, True, False)
+
+
+def test_a_refused_row_has_no_prediction_of_the_input(tmp_path):
+    earlier = dict.fromkeys(COLUMNS[3:-1], "1") | {"step_s": "2", "step_low": "1", "note": "mine"}
+    rows = [GOOD | earlier, GOOD | earlier | {"gpu": "Z9"}]
+    predicted, refused = predict_rows(read_rows(_file(tmp_path, _text(rows))))
+    assert [*refused] == [*predicted]
+    assert [*refused][-len(COLUMNS) :] == [*COLUMNS]
+    assert {refused[name] for name in COLUMNS[:-1]} == {""}
+    assert (refused["measured_step_s"], refused["published_note"]) == ("2", "mine")
 
 
 def test_a_measured_bandwidth_is_a_column(tmp_path):

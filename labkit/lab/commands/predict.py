@@ -59,7 +59,7 @@ def predict(
     refused = [
         (row.line, cells["note"])
         for row, cells in zip(table, predicted, strict=True)
-        if "step_s" not in cells
+        if not cells["step_s"]
     ]
     for line, note in refused:
         err.print(f"line {line}: {note.removeprefix('refused: ')}")
@@ -81,8 +81,7 @@ def _number(line: int, row: Mapping[str, str]) -> dict[str, Any]:
     """Return the predicted step time of a row, with its input and the other predictions."""
 
     def seconds(column: str) -> float | None:
-        text = row.get(column)
-        return float(text) if text else None
+        return float(row[column]) if row[column] else None
 
     step_s = seconds("step_s")
     low = seconds("step_low")
