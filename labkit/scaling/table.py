@@ -188,7 +188,9 @@ def _translate(texts: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
                 raise ValueError(value)
             if name == "options":
                 options.add(value)
-            meanings[name] = value
+            # A column says it more plainly than a note.
+            if column != "note" or name not in texts:
+                meanings[name] = value
     return {name: text for name, text in (texts | meanings).items() if text}, options
 
 
@@ -196,9 +198,9 @@ def _translate(texts: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
 def _read_words(column: str, text: str) -> list[tuple[str, str]]:
     """Return fields and values that a cell's words mean, by `words.csv`; of several, the last."""
     return [
-        (row["field"], row.get("value", ""))
+        (row["field"], match.expand(row.get("value", "")))
         for words, row in _WORDS
-        if row["column"] == column and words.search(text)
+        if row["column"] == column and (match := words.search(text))
     ]
 
 

@@ -199,6 +199,12 @@ def test_a_measured_bandwidth_is_a_column(tmp_path):
     assert float(first["step_s"]) > 1.3 * float(second["step_s"])
 
 
+def test_a_note_states_the_head_width_unless_a_column_does(tmp_path):
+    rows = [GOOD | {"note": "head width 64", "head_dim": width} for width in ("", "96")]
+    rows = read_rows(_file(tmp_path, _text(rows)))
+    assert [row.run.model.head_dim for row in rows] == [64, 96]
+
+
 def test_every_published_row_is_read():
     rows = read_rows(DATA / "training_runs.csv")
     assert not [row.refusal for row in rows if row.run is None]
