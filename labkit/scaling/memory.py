@@ -77,11 +77,13 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
     is_whole = ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
     gathered = 4 * (runs.layer_parameters / runs.tp)[:, None]
     weights = np.where(is_whole, 2 * parameters, gathered)
-    gradients = runs["gradient_bytes"][:, None] * parameters
+    # 80 rows of mosaic keep master weights and states in 16 bits; they would not fit otherwise.
+    low = runs.has("low_precision_master")[:, None]
+    gradients = np.where(low, 2.0, runs["gradient_bytes"][:, None]) * parameters
     is_scattered = np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None]
     gradients = gradients / np.where(is_scattered, sharded, 1.0)
     # Master weights in float32 and AdamW's two states.
-    optimizer = 12.0 * parameters / sharded
+    optimizer = np.where(low, 4.0, 12.0) * parameters / sharded
     saved, again = layer_activations(runs, runs["unfused_attention"], runs["fused_operators"])
     activations = (saved * runs["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]

@@ -205,6 +205,13 @@ def test_a_note_states_the_head_width_unless_a_column_does(tmp_path):
     assert [row.run.model.head_dim for row in rows] == [64, 96]
 
 
+def test_master_weights_in_16_bits_need_less_memory(tmp_path):
+    rows = [GOOD | {"note": note} for note in ("", "16-bit master weights")]
+    usual, low = predict_rows(read_rows(_file(tmp_path, _text(rows))))
+    assert float(low["peak_gib"]) < float(usual["peak_gib"])
+    assert low["step_s"] == usual["step_s"]
+
+
 def test_every_published_row_is_read():
     rows = read_rows(DATA / "training_runs.csv")
     assert not [row.refusal for row in rows if row.run is None]
