@@ -72,6 +72,9 @@ class Model:
     name: str = ""
 
     def __post_init__(self) -> None:
+        for size in ("layers", "hidden", "heads", "vocab"):
+            if getattr(self, size) < 1:
+                raise ValueError(f"expected {size} of 1 or more, got {getattr(self, size)}")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
                 f"expected hidden to be a multiple of heads, got {self.hidden} and {self.heads}"

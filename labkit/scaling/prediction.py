@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.scaling import intervals, memory
+from labkit.scaling import intervals, memory, validate
 from labkit.scaling.constants import GENERIC, Constants
-from labkit.scaling.models import Numbers
+from labkit.scaling.models import Model, Numbers
 from labkit.scaling.published import DIFFERENCE, DOUBLING, find_nearest, load_measured
 from labkit.scaling.runs import Flags, Layout, Run, Runs, impossible_reason
 from labkit.scaling.step_time import breakdown
@@ -213,6 +213,11 @@ class Prediction:
 
 def predict(run: Run, constants: Constants | None = None) -> Prediction:
     """Predict one step. ValueError for an impossible layout, or too far from measured runs."""
+    # Only here: a search makes thousands of layouts, all of valid fields.
+    validate(Layout, vars(run.layout))
+    validate(Model, vars(run.model))
+    if run.seq_len < 1:
+        raise ValueError(f"expected seq_len of 1 or more, got {run.seq_len}")
     reason = impossible_reason(run.layout, run.model, run.seq_len)
     if reason is not None:
         raise ValueError(reason)

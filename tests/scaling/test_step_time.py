@@ -183,6 +183,12 @@ def test_zero2_reduces_the_gradients_of_every_micro_batch():
         ({"dp": 2, "global_batch": 6, "micro_batch": 2}, "3 sequences per replica"),
         ({"cp": 3}, "cp = 3"),
         ({"tp": 16, "sequence_parallel": True}, "sequence parallelism"),
+        ({"tp": 0}, "expected tp to be greater"),
+        ({"dp": 0}, "expected dp to be greater"),
+        ({"shard": "zero4"}, "expected shard to be 'none'"),
+        ({"shard": "fsdp"}, "expected shard to be 'none'"),
+        ({"precision": "int8"}, "expected precision to be 'bf16'"),
+        ({"recompute": "some"}, "expected recompute to be 'none'"),
     ],
 )
 def test_impossible_layouts_are_refused_with_the_reason(layout, reason):
@@ -190,11 +196,24 @@ def test_impossible_layouts_are_refused_with_the_reason(layout, reason):
         predict(run(seq_len=4040, **layout))
 
 
-@pytest.mark.parametrize("wrong", [{"hidden": 100}, {"kv_heads": 5}])
+@pytest.mark.parametrize("wrong", [{"hidden": 100}, {"layers": 0}, {"heads": 0}, {"kv_heads": 5}])
 def test_models_that_do_not_exist(wrong):
     sizes = {"layers": 2, "hidden": 96, "heads": 32, "ffn": 256, "vocab": 1000} | wrong
     with pytest.raises(ValueError, match="expected"):
         Model(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [({"ffn": -1}, "ffn"), ({"head_dim": -8}, "head_dim")]
+)
+def test_sizes_below_zero_are_not_predicted(wrong, reason):
+    with pytest.raises(ValueError, match=f"expected {reason} to be greater"):
+        predict(run(replace(LLAMA_8B, **wrong)))
+
+
+def test_a_sequence_has_tokens():
+    with pytest.raises(ValueError, match="expected seq_len of 1 or more, got 0"):
+        predict(run(seq_len=0))
 
 
 LAYOUTS = [
