@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.scaling import Count, Rate, read_table, validate
-from labkit.scaling.constants import find_framework
+from labkit.scaling.constants import TABLES, find_framework
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Model
 from labkit.scaling.runs import Layout, Run, impossible_reason
@@ -152,8 +152,9 @@ def _read_run(texts: dict[str, str], assumptions: list[str]) -> tuple[Run, float
     framework = _find_framework(texts, assumptions)
     if framework == "nanotron":
         options.add("empty_stages")
-    # torchtitan's selective recomputation keeps every second matmul.
-    if framework == "torchtitan" and texts.get("recompute") == "selective":
+    # In torchtitan's tables, selective recomputation keeps every second matmul. Elsewhere it is
+    # Megatron's, as `labkit advise` takes it.
+    if texts.get("recompute") == "selective" and TABLES.get(texts.get("group", "")) == "torchtitan":
         options.add("op_recompute")
     site = validate(_Site, texts)
     model = _model(tuple(texts.get(name) for name in _MODEL))

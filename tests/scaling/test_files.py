@@ -212,6 +212,13 @@ def test_master_weights_in_16_bits_need_less_memory(tmp_path):
     assert low["step_s"] == usual["step_s"]
 
 
+def test_selective_recomputation_is_torchtitans_own_in_its_tables_alone(tmp_path):
+    selective = GOOD | {"recompute": "selective", "framework": "torchtitan"}
+    rows = [selective | {"group": group} for group in ("", "titan_blog")]
+    rows = read_rows(_file(tmp_path, _text(rows)))
+    assert [set(row.run.layout.options) for row in rows] == [set(), {"op_recompute"}]
+
+
 def test_every_published_row_is_read():
     rows = read_rows(DATA / "training_runs.csv")
     assert not [row.refusal for row in rows if row.run is None]
