@@ -216,12 +216,21 @@ def read_model(path: Path) -> Model:
 
 
 def _parse_config(text: str) -> dict[str, Any]:
-    """Parse a JSON object. ValueError for what a download may leave instead of the file."""
+    """Parse a JSON object.
+
+    ValueError for a name that occurs twice, and for what a download may leave instead of the file.
+    """
     if text.startswith("version https://git-lfs"):
         raise ValueError("it is a Git LFS pointer; `git lfs pull` fetches the file")
     if text.lstrip().startswith("<"):
         raise ValueError("it is an HTML page, as of a sign-in or an error")
-    config = json.loads(text)
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name occurs twice in it")
+        return dict(pairs)
+
+    config = json.loads(text, object_pairs_hook=read_object)
     if not isinstance(config, dict):
         raise ValueError(f"expected an object, it is a {type(config).__name__}")
     return config

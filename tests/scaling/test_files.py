@@ -402,6 +402,7 @@ HOSTILE = {
     "missing": {name: value for name, value in LLAMA.items() if name != "vocab_size"},
     "nested": b"[" * 500_000,
     "empty": b"",
+    "a name twice": json.dumps(LLAMA).replace("{", '{"hidden_size": 1024, ').encode(),
     "not utf-8": b"\xff\xfe\x00{",
 }
 
