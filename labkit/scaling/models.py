@@ -255,7 +255,9 @@ def _read_config(config: dict[str, Any], name: str, where: str = "") -> Model:
             # The outer part may say whether the inner one's embeddings are tied.
             inner = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config[key]}
             return _read_config(inner, name, f" under `{key}`")
-    kind = str(config.get("model_type", ""))
+    if not config.get("model_type"):
+        raise ValueError(f"expected a model_type{where}, such as 'llama'; there is none")
+    kind = str(config["model_type"])
     if kind not in _TYPES:
         near = difflib.get_close_matches(kind, _TYPES) or ["llama", "qwen3", "gpt2"]
         raise ValueError(

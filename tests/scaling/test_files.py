@@ -388,6 +388,7 @@ def test_other_configs(tmp_path):
 HOSTILE = {
     "another architecture": LLAMA | {"model_type": "mixtral"},
     "no architecture": {"hidden_size": 4096},
+    "an empty architecture": LLAMA | {"model_type": None},
     "a list": [1, 2],
     "a text for a number": LLAMA | {"hidden_size": "4096"},
     "a flag for a number": LLAMA | {"num_hidden_layers": True},
@@ -435,7 +436,7 @@ def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
     unknown = {"model_type": "x", "text_config": {"model_type": "mllama_text_model"}}
     with pytest.raises(ValueError, match=r"`text_config`.*got 'mllama_text_model'"):
         read_model(_config(tmp_path, unknown))
-    with pytest.raises(ValueError, match=r"model_type under `text_config`.* got ''"):
+    with pytest.raises(ValueError, match=r"model_type under `text_config`.* there is none"):
         read_model(_config(tmp_path, {"model_type": "x", "text_config": {"num_layers": 2}}))
     mixture = {"model_type": "llama4_text", "num_experts_per_tok": 1}
     with pytest.raises(ValueError, match="mixture of experts"):
