@@ -275,6 +275,9 @@ def _read_config(config: dict[str, Any], name: str, where: str = "") -> Model:
         "tied": _TYPES[kind]["tied"] == "1" if tie is None else tie,
         "name": name,
     }
+    # MPT has a ratio in the place of a width.
+    if kind == "mpt" and all(type(config.get(k)) is int for k in ("d_model", "expansion_ratio")):
+        values["ffn"] = config["d_model"] * config["expansion_ratio"]
     try:
         return validate(Model, values, keys=keys | {"tied": "tie_word_embeddings"})
     except ValueError as error:

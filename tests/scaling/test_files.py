@@ -378,6 +378,10 @@ def test_other_configs(tmp_path):
     model = read_model(_config(tmp_path, GPT2))
     assert (model.ffn, model.ffn_gated, model.tied, model.kv_heads) == (3072, False, True, 12)
     assert read_model(_config(tmp_path, LLAMA | {"head_dim": 64})).head_dim == 64
+    mpt = {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432}
+    assert [
+        read_model(_config(tmp_path, mpt | ratio)).ffn for ratio in ({}, {"expansion_ratio": 2})
+    ] == [16384, 8192]
     snapshot = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "1a2b"
     snapshot.mkdir(parents=True)
     (tmp_path / "blobs").mkdir()
