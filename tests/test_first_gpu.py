@@ -6,10 +6,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import first_gpu
+from benchmarks import first_gpu, launch_tiles
 from benchmarks.first_gpu import STEPS, Step
 from labkit.check.checking import CHECK
 from labkit.lab.point import planned_s
@@ -57,3 +58,15 @@ def test_a_step_after_one_that_failed_or_hung_still_runs_and_all_is_in_the_zip(
     assert texts.keys() == logs | {"outcomes.txt", "new.jsonl", "doctor.txt"}
     assert texts["ends.log"] == "fine\n"
     assert "/home/ann" not in texts["fails.log"]
+
+
+def test_every_tile_is_launched_by_itself(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(
+        launch_tiles, "fault_in_child", lambda case, tile: ("hung" * tile.specialize or None, True)
+    )
+    assert launch_tiles.main() == 1
+    *lines, _ = capsys.readouterr().out.splitlines()
+    tiles = [tile for _, tile in launch_tiles.all_tiles((9, 0))]
+    assert ["hung" in line for line in lines] == [tile.specialize > 0 for tile in tiles]

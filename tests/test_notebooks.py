@@ -379,6 +379,10 @@ def test_the_tour_runs_without_noise_on_ranks_and_measures_alone_the_point_that_
     assert re.search(r"\b(\d+) points? planned, \1 measured", second)
 
 
+def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with():
+    assert '"more = lab.but(' in TOUR.read_text()
+
+
 def test_the_table_has_every_lab_with_a_link_to_its_notebook(tour):
     (table,) = _shown(tour, "text/markdown")
     for lab in LABS:

@@ -239,6 +239,19 @@ def test_a_loss_over_all_configurations_is_no_gain():
     assert answer.advice is None or answer.table["low"].min() >= 0.9
 
 
+def test_counts_over_all_configurations_have_no_interval():
+    metric = Metric("peak_bytes", "way", ("size",), exact=True)
+    rows = [
+        {"size": size, "way": way, "rank": 0, "repeat": 0, "peak_bytes": n_bytes * (1 + size)}
+        for way, n_bytes in (("base", 2**20), ("a", 2**19))
+        for size in range(3)
+    ]
+    question = Compare(id="q", text="?", metric=metric, baseline="base")
+    answer = question.answer(Results(pd.DataFrame(rows)))
+    assert answer.overall.ratio == answer.overall.low == answer.overall.high == pytest.approx(0.5)
+    assert "[" not in overall(answer)
+
+
 def test_an_alternative_that_beats_the_named_one_somewhere_is_named_with_the_region():
     """SDPA wins more often, and tiled attention where it matters in bfloat16."""
     ratios = {"sdpa": [0.5, 0.5, 0.5, 0.5], "tiled": [1.2, 1.2, 1.2, 0.2]}

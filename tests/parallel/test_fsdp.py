@@ -632,6 +632,7 @@ REFUSALS: dict[str, Callable[[int], Any]] = {
         nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))
     ),
     "hooks from before": lambda rank: FSDP(_hooked()),
+    "moved": lambda rank: FSDP(plain()).double(),
     "moved inside": lambda rank: _after_wrapping(lambda module: module.double()),
     "reordered inside": lambda rank: _after_wrapping(
         lambda module: module.to(memory_format=torch.channels_last)

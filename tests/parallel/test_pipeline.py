@@ -574,6 +574,14 @@ def test_axes() -> list[str]:
 
 
 @on_ranks(2)
+def test_balance() -> list[str]:
+    """Stages are balanced by the costs that are given."""
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    sizes = gather_json(len(Pipeline(layers, micro_batches=1, costs=[1, 1, 2]).layers))
+    return [] if sizes == [2, 1] else [str(sizes)]
+
+
+@on_ranks(2)
 def test_a_layer_that_is_cut_over_the_ranks_of_the_pipeline_is_refused() -> list[str]:
     """Each rank has a part of it, and only the rank with its stage would compute it."""
     borrowed = tensor_parallel(nn.Sequential(nn.Linear(6, 8)), plan={"0": "rows"}).module[0]

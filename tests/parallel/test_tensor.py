@@ -6,7 +6,7 @@ import dataclasses
 import io
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from labkit.parallel.cut_tensors import ELEMENTWISE, CutGradient
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.gradients import clip_grad_norm_
 from labkit.parallel.losses import IGNORED
+from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
@@ -554,3 +555,31 @@ def test_a_rank_that_gathers_alone_says_so() -> list[str]:
         warnings.showwarning = show  # type: ignore[assignment]
         model.gather_state_dict()
     return [] if len(texts) == 1 and "gather_state_dict()" in texts[0] else texts
+
+
+@on_ranks(4)
+def test_stages_of_a_pipeline() -> list[str]:
+    """Layers that are cut over two ranks, and one that is not, are stages of a pipeline: loss and
+    norm of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    groups = [mesh.get_group("pipeline"), mesh.get_group("tensor")]
+    outside = ("embedding", "head", "norm")
+    plan = {name.replace("*.", "*"): r for name, r in own_model.PLAN.items() if name not in outside}
+    inputs, targets = torch.linspace(-1, 1, 2 * 4 * 6 * own_model.D).double().view(2, 4, 6, -1)
+
+    one = nn.Sequential(*own_model.build().blocks, nn.LayerNorm(own_model.D).double())
+    expected = nn.functional.mse_loss(one(inputs), targets)
+    expected.backward()
+    expected_norm = nn.utils.clip_grad_norm_(one.parameters(), 1e9)
+
+    layers = [tensor_parallel(each, groups[1], plan=plan) for each in own_model.build().blocks]
+    whole_layer = nn.LayerNorm(own_model.D).double()
+    nn.init.constant_(whole_layer.weight, 1.0 + (mesh.get_local_rank("tensor") == 1))
+    pipeline = Pipeline([*layers, whole_layer], micro_batches=2, group=groups[0])
+    loss = pipeline.step(inputs, targets, nn.functional.mse_loss)
+    norm = clip_grad_norm_(pipeline.parameters(), 1e9, groups)
+    error = max(float(abs(loss - expected)), float(abs(norm - expected_norm)))
+    wrong = [] if error <= EXACT else [f"off by {error}"]
+    frozen = nn.LayerNorm(own_model.D).double().requires_grad_(mesh.get_local_rank("tensor") == 0)
+    again = partial(Pipeline, [*layers, frozen], micro_batches=2, group=groups[0])
+    return wrong + find_refusals_that_fail([("same pipeline", again)])

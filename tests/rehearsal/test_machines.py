@@ -13,7 +13,7 @@ from labkit.machine.description import GIB
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
 from tests.pages.cells import recorded
-from tests.rehearsal.machines import ALL_MACHINES, MACHINES
+from tests.rehearsal.machines import ALL_MACHINES, MACHINES, NO_GPU_REASONS
 
 # Labs whose points run on the CPU, or on a device of the reader's choice, wherever they run.
 ON_THE_CPU = {"all_reduce", "your_training"}
@@ -119,3 +119,10 @@ def test_nccl_comes_first_and_no_cpu_size_stays_on_gpus():
     limits = load_lab("limits")
     assert max(limits.profiles_on(machine)["quick"].matmul_sizes) >= 8192
     assert limits.profiles_on(machine, "cpu") == limits.profiles
+
+
+@pytest.mark.parametrize("name", NO_GPU_REASONS)
+def test_a_lab_says_why_there_are_no_usable_gpus(name):
+    study = load_lab("memory")
+    points = study.plan(study.configure("smoke", {"device": "cuda"}), MACHINES[name])
+    assert any(NO_GPU_REASONS[name] in (p.skip_reason(MACHINES[name]) or "") for p in points)

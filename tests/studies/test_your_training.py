@@ -1,5 +1,6 @@
 """The lab on one's own training: setups as users write them, changes, and lines."""
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ from labkit.lab.metric import Results
 from labkit.studies.your_training.arguments import find_batches
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES, apply
-from labkit.studies.your_training.gains import describe_gain, sdpa_gains
+from labkit.studies.your_training.gains import describe_effects, describe_gain, sdpa_gains
 from labkit.studies.your_training.lab import LAB
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
@@ -292,6 +293,14 @@ def test_a_change_of_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHANGES, "channels_last", wrong)  # type: ignore[arg-type]
     rows = rows_of("lstm", sweep="changes", changes=("channels_last",))
     assert rows[-1]["status"] == "wrong"
+
+
+def test_a_change_that_saves_memory_and_changes_results_says_both() -> None:
+    row = {"is_exact": False, "gradient_error": 0.004, "less_memory_percent": 30.0}
+    said = describe_effects(row)
+    assert "0.4%" in said
+    assert "30% less memory" in said
+    assert describe_effects({"is_exact": True, "less_memory_percent": math.nan}) == ""
 
 
 def test_a_change_that_takes_longer_takes_more_and_not_negatively_less() -> None:
