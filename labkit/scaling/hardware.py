@@ -75,7 +75,7 @@ _NOISE = re.compile(
     r"|hbm\d\w?|480gb"
 )
 # Words that several GPUs share, so that they name none alone.
-_SHARED = re.compile(r"|\d*gb|sxm|pcie|nvl")
+_SHARED = re.compile(r"\d*gb|\d+w|sxm|pcie|nvl|ada|blackwell")
 
 
 @cache
@@ -85,22 +85,25 @@ def find_hardware(name: str) -> Hardware:
     It is the first declared one that has all words of the name, in any order. A name may have
     another memory, `B200-192GB`. ValueError for others, which have no declared peak.
     """
-    words = _words(name)
+    stated = _words(name)
+    words = set(stated)
     sizes = [float(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
-    alike = [card for card in HARDWARE.values() if words <= _words(card.name)]
+    alike = [card for card in HARDWARE.values() if words.issubset(_words(card.name))]
     if sizes and not alike:
         others = {word for word in words if not re.fullmatch(r"\d+gb", word)}
-        alike = [card for card in HARDWARE.values() if others <= _words(card.name)]
+        alike = [card for card in HARDWARE.values() if others.issubset(_words(card.name))]
         alike.sort(key=lambda card: abs(card.memory_gib - sizes[0]))
     if not alike or all(map(_SHARED.fullmatch, words)):
-        near = difflib.get_close_matches(name.lower(), map(str.lower, HARDWARE), n=3, cutoff=0.4)
+        declared = {card.lower(): card for card in HARDWARE}
+        near = difflib.get_close_matches("-".join(stated), declared, n=3, cutoff=0.4)
         hint = "declared are"
+        names = list(HARDWARE)
         if near:
             hint = "the nearest declared are"
-        names = [card for card in HARDWARE if not near or card.lower() in near]
+            names = [declared[card] for card in near]
         raise ValueError(f"unknown GPU {name[:60]!r}; {hint} {', '.join(names)}")
     card = alike[0]
-    if not sizes or words <= _words(card.name):
+    if not sizes or words.issubset(_words(card.name)):
         return card
     # With more than twice the memory, or less than half, it is another GPU.
     if not 0.5 <= sizes[0] / card.memory_gib <= 2:
@@ -109,7 +112,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 @cache
-def _words(name: str) -> frozenset[str]:
+def _words(name: str) -> list[str]:
     """Return the words of a GPU's name that say which one it is; SXM4 is SXM."""
     words = re.split(r"[\s_-]+", re.sub(r"sxm\d", "sxm", name.lower()))
-    return frozenset(word for word in words if word and not _NOISE.fullmatch(word))
+    return [word for word in words if word and not _NOISE.fullmatch(word)]

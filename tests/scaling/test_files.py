@@ -337,10 +337,37 @@ def test_a_gpu_with_another_memory_keeps_its_peak():
 
 
 @pytest.mark.parametrize(
-    "name", ["H900", "", "h", "h100-800gb", "-80gb", "A100-SXM-9999999GB", "tpu"]
+    "name",
+    [
+        "H900",
+        "",
+        "h",
+        "h100-800gb",
+        "-80gb",
+        "A100-SXM-9999999GB",
+        "tpu",
+        "ada",
+        "blackwell",
+        "500w",
+    ],
 )
 def test_a_gpu_that_is_not_declared_is_refused(name):
     with pytest.raises(ValueError, match="unknown GPU"):
+        find_hardware(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("NVIDIA B300 SXM6 AC", "B300-SXM-270GB"),
+        ("H100 MIG", "H100-SXM-80GB"),
+        ("RTX 4080", "RTX-4090-24GB"),
+        ("A800 80GB PCIe", "A800-SXM-80GB"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX-4090-24GB"),
+    ],
+)
+def test_an_unknown_gpu_has_the_nearest_first(name, nearest):
+    with pytest.raises(ValueError, match=f"the nearest declared are {nearest}"):
         find_hardware(name)
 
 
