@@ -93,10 +93,9 @@ def _advise(options: Options, explain: bool) -> tuple[list[str], list["Predictio
     from labkit.advise.explain import explain as diagnose
     from labkit.advise.report import report_advice, report_diagnosis
 
-    if len(options.named("tokens_per_second", "mfu")) != explain:
+    if explain != bool(options.named("tokens_per_second", "mfu")):
         raise ValueError(
-            "expected --explain with one of --tokens-per-second and --mfu (in percent), and these"
-            " only with it"
+            "expected --tokens-per-second or --mfu (in percent) with --explain, and only with it"
         )
     question = make_request(options)
     if explain:

@@ -3,7 +3,7 @@
 The causes are those that public threads name most.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from labkit.advise.request import Options, Question
@@ -14,6 +14,9 @@ from labkit.scaling.published import Neighbor, nearest
 from labkit.scaling.runs import Layout, Runs
 from labkit.scaling.search import Request, rank
 
+# A reported MFU is rounded, and FLOPs are counted in slightly different ways: within this share it
+# is the computed one.
+SAME = 0.1
 # bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100.
 FLOAT32_SLOWER = 16.0
 PCIE_GB_S = 25.0
@@ -45,6 +48,10 @@ class Diagnosis:
     step_s: float
     mfu: float
     """Measured, by labkit's convention."""
+    conventions: Mapping[str, float]
+    """Ways to count MFU, labkit's first, and this throughput by each."""
+    reported_mfu: float | None
+    """The user's own MFU of this throughput."""
     neighbors: Sequence[Neighbor]
     """The nearest published runs."""
     other_layout: Prediction | None
@@ -63,6 +70,15 @@ class Diagnosis:
         reached = peak_s(runs) / runs.step_s
         return float(reached.min()), float(reached.max())
 
+    @property
+    def convention(self) -> str | None:
+        """The convention that gives the reported MFU; None if none does or none was reported."""
+        reported = self.reported_mfu
+        if reported is None:
+            return None
+        name, mfu = min(self.conventions.items(), key=lambda item: abs(item[1] / reported - 1))
+        return name if abs(mfu / reported - 1) <= SAME else None
+
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
         # At its worst the step would take as long as it did, or longer.
@@ -79,7 +95,10 @@ def explain(question: Question) -> Diagnosis:
     # Expected is what the declared network allows: a slow one that was measured is a cause.
     unmeasured = replace(request, hardware=replace(request.hardware, bus_gb_s=0.0))
     expected = rank(unmeasured).first()
+    reported = None
     if options.tokens_per_second:
+        if options.mfu:
+            reported = options.mfu / 100
         step_s = request.tokens / options.tokens_per_second
     else:
         step_s = expected.step_s * 100 * expected.mfu / (options.mfu or 100.0)
@@ -89,6 +108,8 @@ def explain(question: Question) -> Diagnosis:
         expected=expected,
         step_s=step_s,
         mfu=measured,
+        conventions=_conventions(request, expected.layout, measured),
+        reported_mfu=reported,
         neighbors=nearest(request.run(expected.layout)),
         other_layout=_faster_layout(unmeasured, expected),
     )
@@ -119,6 +140,24 @@ def causal_share(request: Request) -> float:
         for causal in (True, False)
     )
     return float(half / whole)
+
+
+def _conventions(request: Request, layout: Layout, measured: float) -> dict[str, float]:
+    """MFU from 0 to 1 by each way to count it."""
+    model = request.model
+    seq_len = request.seq_len
+    whole = step_flops(model, seq_len=seq_len, sequences=1) / seq_len
+    # Full recomputation repeats the forward pass: 2 FLOPs per parameter and token, and the scores.
+    again = 2 * model.layers * (model.layer_parameters + 2 * model.query_width * seq_len)
+    shares = {
+        "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
+        "only the causal half of the scores": causal_share(request),
+        "6 FLOPs per parameter, no attention": 6 * model.parameters / whole,
+        "over the peak with sparsity, twice the dense one": 0.5,
+    }
+    if layout.recompute == "full":
+        shares["recomputation counted (hardware FLOPs)"] = 1 + again / whole
+    return {name: measured * share for name, share in shares.items()}
 
 
 def _causes(request: Request, expected: Prediction, options: Options) -> Iterator[Cause]:

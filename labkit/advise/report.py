@@ -166,6 +166,11 @@ def report_diagnosis(question: Question, diagnosis: Diagnosis) -> Iterator[str]:
         title = "Possible causes, each alone and at its worst (predicted)"
         yield from _section(title, ("cause", "MFU it leaves", "share of the gap", "check"), rows)
     yield from _nearest(diagnosis.neighbors)
+    # Others count otherwise, and then two figures of the same run differ.
+    peak = f"{question.request.hardware.peak_tflops:g} TFLOP/s"
+    counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
+    title = f"Your MFU by each way to count it; the dense peak is {peak} (measured by you)"
+    yield from _section(title, ("counted as", "MFU"), counted_as)
     parts = [
         (name, format_seconds(value), _percent(value / expected.step_s))
         for name, value in sorted(expected.sums_s.items(), key=lambda part: -part[1])
@@ -173,13 +178,6 @@ def report_diagnosis(question: Question, diagnosis: Diagnosis) -> Iterator[str]:
     ]
     yield from _section("Parts of the predicted step", ("part", "seconds", "share"), parts)
     yield ""
-    # Others count otherwise, and then two figures of the same run differ.
-    request = question.request
-    yield (
-        "MFU counts 6 FLOPs per parameter and all attention scores, over the dense peak of"
-        f" {request.hardware.peak_tflops:g} TFLOP/s; with the causal half of the scores yours is"
-        f" {100 * diagnosis.mfu * causal_share(request):.1f}%."
-    )
     yield from _notes(question, diagnosis.neighbors, expected)
 
 
@@ -188,7 +186,7 @@ def _verdict(diagnosis: Diagnosis) -> str:
     low_s, high_s = expected.interval_90
     reached = diagnosis.neighbor_mfu
     other = diagnosis.other_layout
-    # In the order of how much a reader can act on: a slow step, then a slow layout.
+    # In the order of how much a reader can act on: a slow step, a slow layout, a way of counting.
     if diagnosis.step_s > high_s:
         factor = diagnosis.step_s / expected.step_s
         return f"Slower than predicted: the step takes {factor:.1f} times as long."
@@ -202,6 +200,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
     if diagnosis.step_s < low_s:
         share = _percent(diagnosis.step_s / expected.step_s)
         return f"Faster than predicted: the step takes {share} of the time."
+    if diagnosis.convention not in (None, next(iter(diagnosis.conventions))):
+        return f"Only the convention differs: {diagnosis.convention}."
     return "As predicted: nothing unusual in this step."
 
 

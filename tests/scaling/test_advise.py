@@ -64,7 +64,6 @@ WRONG = {
     "unknown framework": _options(framework="tensorflow"),
     "explained without a measurement": [*_options(), "--explain"],
     "a measurement without explaining": _options(mfu="40"),
-    "two measurements": [*_options(mfu="40", tokens_per_second="1M"), "--explain"],
     "mfu above all": [*_options(mfu="140"), "--explain"],
     "no such table": _options(calibrate="none.csv"),
     "a table of another kind": _options(calibrate="other.csv"),
@@ -224,14 +223,27 @@ def test_a_named_option_is_no_cause():
 
 
 @pytest.mark.parametrize(
-    ("speed", "verdict"), [(1.0, "As predicted"), (0.1, "Slower than predicted")]
+    ("speed", "mfu", "verdict"),
+    [
+        (1.0, None, "As predicted"),
+        (0.1, None, "Slower than predicted"),
+        (1.0, 1.0, "As predicted"),
+        (1.0, 0.5, "Only the convention differs: over the peak with sparsity"),
+    ],
 )
-def test_the_verdict_on_a_measured_speed(speed, verdict):
+def test_the_verdict_on_a_measured_speed(speed, mfu, verdict):
     result, _ = _explain(mfu="30")
-    _, text = _explain(
-        tokens_per_second=str(speed * result.request.tokens / result.expected.step_s)
-    )
+    tokens_per_s = str(speed * result.request.tokens / result.expected.step_s)
+    options = {} if mfu is None else {"mfu": str(100 * mfu * result.expected.mfu)}
+    _, text = _explain(tokens_per_second=tokens_per_s, **options)
     assert text.startswith(verdict)
+
+
+def test_recomputation_is_counted_where_every_layer_recomputes():
+    result, _ = _explain(mfu="30", recompute="full")
+    counted = result.conventions["recomputation counted (hardware FLOPs)"]
+    assert counted / result.mfu == pytest.approx(4 / 3, rel=0.1)
+    assert "recomputation" not in "".join(_explain(mfu="30", recompute="none")[0].conventions)
 
 
 CASES = {
