@@ -100,7 +100,10 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
     for count, things, name, parts in divided:
         if count % parts:
             near = nearest_divisor(count, parts)
-            yield f"{count} {things} cannot be divided over {name} = {parts}; nearest is {near}"
+            yield (
+                f"{count} {things} cannot be divided over {name} = {parts};"
+                f" the nearest divisor is {near}"
+            )
     chunks = layout.pp * layout.vp
     # Embedding and loss may stand for a layer each: Llama 3 405B has 126 layers on 8 x 16 chunks
     # (arXiv:2407.21783, section 3.3.2).

@@ -204,7 +204,7 @@ def _no_layout_reason(request: Request) -> str:
     if gpus % total:
         near = nearest_divisor(gpus, total)
         name = " x ".join(degrees)
-        return f"{gpus} GPUs cannot be divided over {name} = {total}; nearest is {near}"
+        return f"{gpus} GPUs cannot be divided over {name} = {total}; the nearest divisor is {near}"
     # If all other degrees are fixed, so is this one.
     dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
     layout = Layout(**{**fixed, "global_batch": batch, "dp": dp})

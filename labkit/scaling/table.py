@@ -71,10 +71,10 @@ def read_rows(path: Path) -> list[Row]:
         separator = max(SEPARATORS, key=text.partition("\n")[0].count)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(
-            f"expected a CSV in UTF-8 or UTF-16, and {name} is none: {error}"
-        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"expected a CSV in UTF-8 or UTF-16: {name}") from None
+    except csv.Error as error:
+        raise ValueError(f"expected a CSV, and {name} is none: {error}") from None
     columns = _columns(rows[0][1] if rows else [], name)
     if len(rows) < 2:
         raise ValueError(f"{name} has no rows")
@@ -186,7 +186,8 @@ def _translate(texts: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
     for column in ("note", *_CHOICES):
         for name, value in _read_words(column, texts.get(column, "")):
             if name == "refusal":
-                raise ValueError(value)
+                stated = "" if column == "note" else f", got {texts[column][:40]!r}"
+                raise ValueError(value + stated)
             if name == "options":
                 options.add(value)
             # A column says it more plainly than a note.

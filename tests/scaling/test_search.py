@@ -57,8 +57,8 @@ def test_fixed_fields_stay_and_nothing_is_sharded_over_one_rank(shard):
     ("wrong", "reason"),
     [
         ({"gpus": 7, "global_batch": 8}, "no layout"),
-        ({"tp": 3}, "8 GPUs cannot be divided over tp = 3; nearest is 2"),
-        ({"tp": 2, "pp": 8}, "over tp x pp = 16; nearest is 8"),
+        ({"tp": 3}, "8 GPUs cannot be divided over tp = 3; the nearest divisor is 2"),
+        ({"tp": 2, "pp": 8}, "over tp x pp = 16; the nearest divisor is 8"),
         ({"gpus": 64, "tp": 64}, "32 heads cannot be divided"),
         ({"gpus": 64, "dp": 64}, "cannot be divided over dp = 64"),
         ({"dp": 1, "shard": "zero3"}, "zero3 divides over data-parallel ranks"),
