@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 from torch.optim import optimizer as optimizer_module
 
 from labkit.bench.ledger import AllocationLedger, peak_between
@@ -542,11 +544,24 @@ def _register_gain(model: Any) -> None:
     model[0].register_forward_hook(lambda layer, _, output: output * layer.gain)
 
 
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def _parametrize(model: Any) -> None:
+    register_parametrization(model[0], "weight", Double())
+
+
+def _prune(model: Any) -> None:
+    prune.identity(model[0], "weight")
+
+
 @on_ranks(2)
 def test_new_parameters() -> list[str]:
-    """Parameters that come after wrapping would train on local gradients: all ranks refuse them."""
+    """New parameters would train on local gradients: all ranks refuse them, and moved ones."""
     wrong = []
-    for change in (_put_adapter, _put_layer, _register_gain):
+    for change in (_put_adapter, _put_layer, _register_gain, _parametrize, _prune):
         for options in ({}, {"reshard_after_backward": False}, {"units": ()}):
             for ranks in ((0, 1), (1,)):
                 model = FSDP(plain(), **options)

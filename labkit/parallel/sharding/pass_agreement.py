@@ -96,8 +96,16 @@ class PassAgreement:
             for parameter in module._parameters.values()
             if parameter is not None
         }
+        moved = {
+            parameter.sharded
+            for unit in self._units
+            for parameter in unit.parameters
+            for module, name in parameter.owners
+            if module._parameters.get(name) is not parameter.sharded
+        }
         for parameter, name in self._names.items():
-            if parameter not in present:
+            # Pruning and parametrizations keep a parameter, under another name.
+            if parameter not in present or parameter in moved:
                 raise ValueError(f"{name} was replaced or removed: change the model, then wrap it")
             if type(parameter) is not Sharded:  # torch has swapped it for a result of to()
                 raise ValueError(f"{name} was moved or cast: move and cast the model, then wrap it")
