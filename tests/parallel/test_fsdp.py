@@ -614,6 +614,41 @@ def test_methods_beside_forward() -> list[str]:
 
 
 @on_ranks(2)
+def test_a_part_that_is_called_outside_says_what_to_call() -> list[str]:
+    """A tied layer, and a method that reads a parameter: before, in and after training."""
+    tokens = torch.arange(3)
+    model = FSDP(Encoder())
+    ordinary = torch.ones(3, WIDTH)
+    calls = {
+        "a tied layer": lambda: model.module.head(ordinary),
+        "a parameter": lambda: model.module.gain * ordinary,
+    }
+    wrong = []
+
+    def call_all(when: str) -> None:
+        for what, call in calls.items():
+            try:
+                call()
+            except RuntimeError as error:
+                if "register_forward_method" not in str(error):
+                    wrong.append(f"{what}, {when}: {error}")
+            else:
+                wrong.append(f"{what}, {when}: accepted")
+
+    call_all("new")
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    call_all("with an optimizer")
+    model(tokens).sum().backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        call_all("evaluating")
+        model(tokens)
+        call_all("between evaluations")
+    return wrong
+
+
+@on_ranks(2)
 def test_torch_is_unchanged() -> list[str]:
     """Importing and using FSDP changes nothing of torch for others."""
     model = FSDP(plain())

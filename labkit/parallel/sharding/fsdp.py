@@ -25,7 +25,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from labkit.parallel.overlap import Channel, tensors_in
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.hooks import OF_EVERY_MODULE, cast
 from labkit.parallel.sharding.partition import UnitMembers, Units, find_units, partition
-from labkit.parallel.sharding.penalty import ShardInLoss
+from labkit.parallel.sharding.penalty import MIXED, ShardInLoss
 from labkit.parallel.sharding.sharded import (
     SHARD,
     as_rows,
@@ -57,7 +57,7 @@ from labkit.torch_private import BatchNorm
 PREFIXES = re.compile(r"^(module\.)+")
 # What torch says in a forward pass, and what has happened.
 TORCH_ERRORS = {
-    "mixed torch.Tensor and DTensor": (
+    MIXED: (
         "a parameter was read outside its unit: name a unit, in units=..., around all that reads it"
     ),
     "of _PostBackwardBackward is a view": (
@@ -93,9 +93,9 @@ class FSDP(nn.Module):
     stays None. All ranks must run the same units in the same order, forward and backward. Within a
     unit they may use different parameters, of which the others add zeros. Unsharded parameters can
     be read only while their unit runs, and not written to; a write to their `data` is lost. A
-    method such as `model.module.encode(x)` must be registered (`register_forward_method`), else
-    torch says "mixed torch.Tensor and DTensor". A penalty on shards can be added to the loss. Hooks
-    on shards see the mean gradient. torch.compile compiles the model's code, not the gathers.
+    method such as `model.module.encode(x)` must be registered (`register_forward_method`). A
+    penalty on shards can be added to the loss. Hooks on shards see the mean gradient. torch.compile
+    compiles the model's code, not the gathers.
 
     After an error on one rank alone, the other ranks' pass fails, too, and so does every later one.
     To go on, load this one's `state_dict()` into a new wrapper in a new group (`dist.new_group`).
@@ -160,6 +160,8 @@ class FSDP(nn.Module):
             if compute_dtype is not None and isinstance(each, BatchNorm):
                 _compute_in_own_dtype(each, compute_dtype)
         self._state = FSDPState(self._units, options, channel, group, ignored, collectives)
+        # Nothing steps before an optimizer has read the parameters.
+        self._state.set_shard_class(ShardInLoss)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -173,6 +175,13 @@ class FSDP(nn.Module):
                 if text in str(error):
                     raise RuntimeError(explanation) from error
             raise
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode."""
+        if not mode:
+            # Who evaluates may call a method that is not registered; no step is slowed down.
+            self._state.set_shard_class(ShardInLoss)
+        return super().train(mode)
 
     def register_forward_method(self, name: str) -> None:
         """Let the module's method `name` run as its forward does, with unsharded parameters.

@@ -76,6 +76,8 @@ class UnitMembers:
     module: nn.Module
     modules: list[nn.Module] = field(default_factory=list)
     parameters: list[ManagedParameter] = field(default_factory=list)
+    shares_with_model: bool = False
+    """It has a parameter that is tied to another unit's, and so belongs to the model."""
 
 
 def partition(
@@ -110,4 +112,6 @@ def partition(
         # Tied over units, it must be in memory while either runs: the model's unit always is.
         number = last if len(entry.units) > 1 else min(entry.units)
         members[number].parameters.append(entry)
+        for unit in entry.units - {number}:
+            members[unit].shares_with_model = True
     return members

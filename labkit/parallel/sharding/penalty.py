@@ -21,6 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from labkit.parallel.sharding.sharded import Sharded
 from labkit.torch_private import DisableTorchFunctionSubclass
 
+# What torch says if an operator gets a shard and an ordinary tensor.
+MIXED = "mixed torch.Tensor and DTensor"
+OUTSIDE = (
+    "parameters are in shards outside of the forward of FSDP: call the wrapper, or first"
+    " wrapper.register_forward_method(name) if it is another method that computes"
+)
+
 
 class _InLoss(DTensor):
     """A DTensor from which losses are computed."""
@@ -30,13 +37,18 @@ class _InLoss(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled():
-                return _call_with_graph(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
+            try:
+                if torch.is_grad_enabled():
+                    return _call_with_graph(func, args, kwargs or {})
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if MIXED in str(error):
+                    raise RuntimeError(OUTSIDE) from error
+                raise
 
 
 class ShardInLoss(_InLoss, Sharded):
-    """A shard from which a loss may be computed.
+    """A shard from which a loss may be computed, or which a method reads outside of a forward pass.
 
     Shards have this class only while users may do so: it makes each access to an attribute ten
     times as slow, and an optimizer's step and a pass of FSDP make some thirty per shard.

@@ -42,7 +42,7 @@ from labkit.parallel.overlap import Channel
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.sharding.hooks import Hook, cast, find_gradient_nodes, register_post_backward
 from labkit.parallel.sharding.pass_agreement import PassAgreement
-from labkit.parallel.sharding.penalty import ShardInLoss
+from labkit.parallel.sharding.penalty import OUTSIDE, ShardInLoss
 from labkit.parallel.sharding.sharded import Sharded
 from labkit.parallel.sharding.unit import Options, Unit, uncopyable
 
@@ -100,6 +100,9 @@ class FSDPState:
 
     @disable_compile
     def _pre_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        is_inside = self._units[-1].is_unsharded or self._backward.is_running
+        if unit.shares_with_model and not is_inside:
+            raise RuntimeError(OUTSIDE)
         # After an interrupted pass its root is still there, and begins again.
         if not self._backward.is_running and (self._root is None or self._root is unit):
             self._root_pre_forward(unit)
@@ -165,9 +168,9 @@ class FSDPState:
         self._root = None
         for unit in self._units:
             unit.reshard(keep_memory=keep_memory)
-        if self._has_backward:
+        if self._has_backward or not self._units[-1].module.training:
             self.set_shard_class(ShardInLoss)
-        else:
+        if not self._has_backward:
             # Outputs of the wrong unit would be used before the ranks agree again.
             self._agree(self._agreement.after_evaluation)
 

@@ -61,6 +61,7 @@ class Unit:
         self.name = members.name
         self.module = members.module
         self.modules = members.modules
+        self.shares_with_model = members.shares_with_model
         self._options = options
         self._channel = channel
         self._collectives = collectives
