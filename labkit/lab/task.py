@@ -27,6 +27,9 @@ class Task:
     """Kinds of calls that its code may make; all others are refused."""
     at_most: int | None = None
     """Collectives per forward and backward pass together; None: as many as it likes."""
+    moves_input: bool = False
+    """Each rank's messages carry at least the bytes of its input: with fewer, something else that
+    is not counted, such as another thread, does the work."""
     noted: tuple[str, ...] = ()
     """Parts of names of torch's operators that do the work: no mistake, but a teacher is told."""
 

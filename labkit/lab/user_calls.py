@@ -51,6 +51,18 @@ KINDS = {
     "scatter_": "scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
+    # Those of `torch.distributed._functional_collectives`, of which DTensors are made.
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
 }
 
 
@@ -63,6 +75,9 @@ class Calls:
     operators: Mapping[str, int]
     """Operators of torch that do a task's work, by name."""
     n_bytes: int
+    """Sent and received."""
+    input_bytes: int
+    """Tensors that the code was called with."""
     passes: int
     most_per_pass: int
     """Collectives, without messages, in one pass."""
@@ -77,6 +92,7 @@ class CallCounter(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.operators: Counter[str] = Counter()
         self.n_bytes = 0
+        self.input_bytes = 0
         self.most_per_pass = 0
         self.passes = 0
         self._in_pass = 0
@@ -94,7 +110,8 @@ class CallCounter(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             line = _calling_line(through_labkit=False)
             if line and name in KINDS:
-                self._add(KINDS[name], _size(args), line)
+                # Outputs and inputs, one of which is p times as long in a gather.
+                self._add(KINDS[name], max(map(_size, args[:2])), line)
         return func(*args, **(kwargs or {}))
 
     def append(self, call: Collective) -> None:
@@ -132,6 +149,7 @@ class CallCounter(TorchDispatchMode):
         @wraps(alternative)
         def call(*arguments: Any, **options: Any) -> Any:
             self.begin_pass()
+            self.input_bytes += _size(arguments)
             result = alternative(*arguments, **options)
             if isinstance(result, nn.Module):
                 result.register_forward_pre_hook(self.begin_pass)
@@ -143,7 +161,12 @@ class CallCounter(TorchDispatchMode):
     def describe(self) -> dict[str, Any]:
         """Return the counts as a column of a row."""
         calls = Calls(
-            dict(self.calls), dict(self.operators), self.n_bytes, self.passes, self.most_per_pass
+            calls=dict(self.calls),
+            operators=dict(self.operators),
+            n_bytes=self.n_bytes,
+            input_bytes=self.input_bytes,
+            passes=self.passes,
+            most_per_pass=self.most_per_pass,
         )
         return {COLUMN: json.dumps(asdict(calls))}
 
@@ -223,10 +246,10 @@ def _calling_line(*, through_labkit: bool) -> str:
     return ""
 
 
-def _size(args: Any) -> int:
-    """Return the bytes of the tensors in the first argument of an operator."""
-    if not args:
-        return 0
-    if isinstance(args[0], Tensor):
-        return args[0].nbytes
-    return sum(one.nbytes for one in args[0] if isinstance(one, Tensor))
+def _size(value: Any) -> int:
+    """Return the bytes of a tensor, or of the tensors in lists; 0 for anything else."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, list | tuple):
+        return sum(map(_size, value))
+    return 0

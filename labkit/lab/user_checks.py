@@ -246,6 +246,8 @@ def not_allowed_reason(task: Task, calls: Sequence[Calls]) -> str | None:
         return f"it calls {most} collectives per pass; this task allows {task.at_most}"
     if task.allowed and not counts:
         return "its code sends nothing: something else does the work"
+    if task.moves_input and any(one.n_bytes < one.input_bytes for one in calls):
+        return "its messages are too short to sum the tensor: something else does the work"
     return None
 
 

@@ -1,12 +1,14 @@
 """`lab.check`: right, wrong, fails, hangs or not allowed, and what it says about each."""
 
 import json
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import OpenLab
@@ -60,6 +62,28 @@ def _lets_labkit_do_it(tensor):
     ring_all_reduce(tensor, op="sum")
 
 
+def _lets_a_functional_collective_do_it(tensor):
+    tensor.copy_(all_reduce(tensor, "sum", dist.group.WORLD))
+
+
+def _lets_a_thread_do_it(tensor):
+    to, source = _neighbors()
+    sending = dist.isend(torch.zeros(1), to)
+    dist.recv(torch.zeros(1), source)
+    sending.wait()
+    thread = threading.Thread(target=dist.all_reduce, args=(tensor,))
+    thread.start()
+    thread.join()
+
+
+def _gathers_and_scatters(tensor):
+    ranks = dist.get_world_size()
+    parts = [torch.empty_like(tensor) for _ in range(ranks)] if dist.get_rank() == 0 else None
+    dist.gather(tensor, parts)
+    sums = [sum(parts)] * ranks if parts else None
+    dist.scatter(tensor, sums)
+
+
 @pytest.mark.parametrize(
     ("own", "verdict", "where"),
     [
@@ -69,6 +93,9 @@ def _lets_labkit_do_it(tensor):
         (_waits_for_ever, "hangs", "rank 1 waits in receive, line"),
         (_lets_torch_do_it, "not allowed", "it calls all_reduce"),
         (_lets_labkit_do_it, "not allowed", "it calls labkit's ring"),
+        (_lets_a_functional_collective_do_it, "not allowed", "it calls all_reduce"),
+        (_lets_a_thread_do_it, "not allowed", "something else does the work"),
+        (_gathers_and_scatters, "not allowed", "it calls gather, scatter"),
     ],
 )
 def test_an_own_all_reduce_is_judged_and_told_why(own, verdict, where, monkeypatch):

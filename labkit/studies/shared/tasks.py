@@ -18,6 +18,7 @@ def mine(tensor: torch.Tensor) -> None:
     raise NotImplementedError("write your ring here")
 ''',
     allowed=MESSAGES,
+    moves_input=True,
 )
 
 ATTENTION = Task(
