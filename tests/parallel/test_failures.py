@@ -111,6 +111,18 @@ def test_a_rank_that_fails_alone_ends_its_group(part: str, transport: str, direc
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("wrap", [NaiveDDP, BucketedDDP])
+def test_a_parameter_that_is_new_on_one_rank_alone_ends_its_group(wrap: type) -> None:
+    model = wrap(_layers(), group=dist.new_group())
+    if dist.get_rank() == 0:
+        nn.utils.parametrizations.weight_norm(model.module[0])
+    with mock.patch("labkit.parallel.failures.NAPS", 10):
+        expected = GroupOver if dist.get_rank() else RuntimeError
+        with pytest.raises(expected, match="was added, replaced or unfrozen"):
+            model(torch.ones(4, 8)).sum().backward()
+
+
+@on_ranks(2)
 def test_an_evaluation_that_fails_on_one_rank_ends_nothing() -> None:
     """No rank waits for it: a forward pass of data parallelism without gradients sends nothing."""
     model = NaiveDDP(_layers(), group=dist.new_group())

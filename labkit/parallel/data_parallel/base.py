@@ -150,14 +150,14 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. As torch's, this call decides if the next backward pass synchronizes."""
-        self._pre_forward()
         try:
+            self._pre_forward()
             outputs = self.module(*args, **kwargs)
+            self._post_forward(outputs)
         except Exception as error:
-            if self._is_armed and torch.is_grad_enabled():  # other ranks' backward passes wait
-                report_failure(error, self.group)
+            if self.require_backward_grad_sync and torch.is_grad_enabled():
+                report_failure(error, self.group)  # other ranks' backward passes wait
             raise
-        self._post_forward(outputs)
         return outputs
 
     @disable_compile
