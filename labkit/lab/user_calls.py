@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from labkit.lab.user_lines import user_file
@@ -142,16 +143,20 @@ class CallCounter(TorchDispatchMode):
         self._in_pass = 0
 
     def wrap(self, alternative: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the alternative with passes that are counted; a class stays as it is."""
-        if isinstance(alternative, type):
+        """Return the alternative with passes that are counted; an optimizer's class stays."""
+        if isinstance(alternative, type) and issubclass(alternative, Optimizer):
             return alternative
 
-        @wraps(alternative)
+        @wraps(alternative, updated=())
         def call(*arguments: Any, **options: Any) -> Any:
+            most_before = self.most_per_pass
             self.begin_pass()
             self.input_bytes += _size(arguments)
             result = alternative(*arguments, **options)
             if isinstance(result, nn.Module):
+                # To make it is no pass: a wrapper may broadcast each parameter once.
+                self.most_per_pass = most_before
+                self.passes -= 1
                 result.register_forward_pre_hook(self.begin_pass)
             self._note("")  # it has ended
             return result

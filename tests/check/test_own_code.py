@@ -111,6 +111,46 @@ def test_an_own_all_reduce_is_judged_and_told_why(own, verdict, where, monkeypat
     assert where in result.details
 
 
+class _AveragesAtOnce(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            dist.broadcast(parameter.data, 0)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def finish_gradient_synchronization(self):
+        self._average([parameter.grad for parameter in self.module.parameters()])
+
+    def _average(self, gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
+        dist.all_reduce(flat)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+class _AveragesOneByOne(_AveragesAtOnce):
+    def _average(self, gradients):
+        for gradient in gradients:
+            super()._average([gradient])
+
+
+@pytest.mark.parametrize(
+    ("own", "verdict", "where"),
+    [
+        (_AveragesAtOnce, "right", "all_reduce"),
+        (_AveragesOneByOne, "not allowed", "collectives per pass; this task allows 1"),
+    ],
+)
+def test_a_wrapper_may_average_once_per_pass(own, verdict, where):
+    result = check_alternative(load_lab("data_parallel"), own)
+    assert result.verdict == verdict
+    assert where in result.details
+
+
 def _slow(q, k, v, causal):
     time.sleep(1.2)  # longer than all rounds may take
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
