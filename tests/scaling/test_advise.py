@@ -54,6 +54,12 @@ WRONG = {
     "a model too large for here": ["--model", "llama-3-8b"],
     "options of many GPUs alone": ["--network-gbps", "100"],
     "no gpu": _options(gpu=None),
+    "a model with a line break": _options(model="a\nb"),
+    "half a gpu": _options(gpus="2.5"),
+    "a billion gpus": _options(gpus="1000000000"),
+    "runs without times": _options(calibrate="untimed.csv"),
+    "predictions": _options(calibrate="predicted.csv"),
+    "an option without its value": [*_options(), "--tp"],
     "unknown gpu": _options(gpu="tpu-v5"),
     "zero gpus": _options(gpus="0"),
     "gpus in other digits": _options(gpus="٨"),
@@ -96,6 +102,12 @@ def test_numbers_are_read_as_people_write_them(text, number):
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_question_is_one_line_status_2_and_nothing_written(case, run_program, tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "untimed.csv").write_text(
+        "\n".join([ROW, *(row.rpartition(",")[0] + "," for row in OWN_RUNS)])
+    )
+    (tmp_path / "predicted.csv").write_text(
+        "\n".join([f"{ROW},step_low,step_high", *(f"{row},1,9" for row in OWN_RUNS)])
+    )
     (tmp_path / "mixtral.json").write_text(json.dumps(LLAMA | {"model_type": "mixtral"}))
     before = sorted(tmp_path.iterdir())
     status, out, err = run_program(*WRONG[case])

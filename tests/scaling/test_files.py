@@ -450,6 +450,11 @@ def test_hostile_configs_are_refused_in_one_line(case, tmp_path):
     assert len(str(refused.value)) < 600
 
 
+def test_a_refusal_has_the_name_that_the_file_has(tmp_path):
+    with pytest.raises(ValueError, match="expected tie_word_embeddings"):
+        read_model(_config(tmp_path, LLAMA | {"tie_word_embeddings": "no"}))
+
+
 def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
     dense = read_model(_config(tmp_path, LLAMA)).parameters
     for kind, key in (("gemma3_text", "text_config"), ("qwen3_vl_text", "text_config")):
