@@ -47,6 +47,7 @@ WRONG = [
     ({"shard": "no fsdp"}, "expected shard to be 'none', 'zero1'"),
     ({"shard": "zero1 (DDP)"}, "expected shard to be 'none', 'zero1'"),
     ({"shard": "FSDP SHARD_GRAD_OP"}, "expected shard to be 'none', 'zero1'"),
+    ({"recompute": "no per-op selective"}, "expected recompute to be 'none'"),
     ({"tied": "maybe"}, "expected tied"),
     ({"precision": "mxfp4"}, "nearest known precision is fp8, got 'mxfp4'"),
     ({"precision": "tf32"}, "nearest known precision is bf16, got 'tf32'"),
@@ -92,7 +93,7 @@ def _file(folder, content, name="rows.csv"):
 
 @pytest.mark.parametrize(("change", "reason"), WRONG, ids=str)
 def test_a_wrong_row_is_refused_by_its_line_and_the_others_are_predicted(tmp_path, change, reason):
-    columns = dict.fromkeys(("tied", "precision"), "")
+    columns = dict.fromkeys(("tied", "precision", "recompute"), "")
     rows = read_rows(
         _file(tmp_path, _text([columns | GOOD, columns | GOOD | change, columns | GOOD]))
     )
