@@ -258,9 +258,16 @@ def test_measure_says_why_points_were_skipped_and_they_are_no_failure(
 PREDICT = f"predict {reference_directory() / 'scaling' / 'training_runs.csv'}"
 
 
+NO_HOME = {"HOME": "/proc/none", "PYTHONWARNINGS": "error"}
+
+
 def test_a_reader_that_leaves_ends_a_command_quietly():
+    """Also where warnings are errors and there is no home folder."""
+    environment = os.environ | NO_HOME
     line = f"{sys.executable} -m labkit {PREDICT} | true; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
@@ -340,7 +347,7 @@ STRICT = ("-W", "error", "-m", "labkit", "measure", "all_reduce", "--profile", "
 @pytest.mark.slow
 def test_a_command_says_nothing_of_warnings_or_of_a_missing_home(home):
     """Warnings as errors would be printed by processes that end with sockets open."""
-    environment = os.environ | {"HOME": "/proc/none", "PYTHONWARNINGS": "error"}
+    environment = os.environ | NO_HOME
     result = subprocess.run(
         [sys.executable, *STRICT, *_set(TWO_RANKS, "sizes_bytes=[64]")],
         capture_output=True,

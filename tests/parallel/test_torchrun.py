@@ -17,19 +17,23 @@ import torch.distributed as dist
 
 from labkit.lab.config import ParameterError
 from labkit.lab.runs.measure import resume
+from labkit.lab.runs.store import Run
 from labkit.parallel.launch import launch, run_ranks
 from labkit.parallel.ranks import torchrun, worker
 from labkit.parallel.ranks.torchrun import describe_hosts, host_identity, label_hosts
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies import load_lab
+from tests.lab.test_torchrun import MEASURE, assert_measured
 
 TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
 JOB = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 # What every rank prints is one line, so that the lines of two ranks do not mix.
 SCRIPT = """
-import json, os, time
+import json, os, sys, time
+from contextlib import suppress
 import torch, torch.distributed as dist
+from labkit.__main__ import main
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.launch import Row, launch, run_ranks
 from labkit.parallel.ranks import torchrun
@@ -114,14 +118,21 @@ def summarize():
     return {"rank": rank, "pid": os.getpid(), "is job": torchrun.is_job_rank(), **results}
 
 print(json.dumps(summarize()) + "\\n", end="", flush=True)
+sys.argv[1:] = json.loads(os.environ["ARGUMENTS"])
+with suppress(SystemExit):
+    main()
 """
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("job")
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[dict[str, Any]]:
     """What each rank printed, by rank. One job has all launches: it is three programs that import
     torch."""
-    directory = tmp_path_factory.mktemp("job")
     script = directory / "script.py"
     script.write_text(SCRIPT)
     command = [
@@ -133,6 +144,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         str(script),
     ]
     environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
+    environment |= {"LABKIT_HOME": str(directory), "ARGUMENTS": json.dumps(MEASURE)}
     job = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -199,6 +211,13 @@ def test_a_death_and_a_hang_cost_a_point(ranks: list[dict[str, Any]]) -> None:
         "rank 1: ValueError: while rank 0 hangs",
     ]
     assert ends(ranks[0]["died between"]) == [[0, "ok", None], [1, "ok", None]]
+
+
+def test_the_command_measures_by_the_ranks_that_exist(
+    directory: Path, ranks: list[dict[str, Any]]
+) -> None:
+    (path,) = directory.glob("data/runs/all_reduce/*.jsonl")
+    assert_measured(Run.load(path))
 
 
 # Variables of a job that is not there
