@@ -33,18 +33,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from labkit.parallel.agreement import agree_once
-from labkit.parallel.data_parallel.consistency import broadcast, check_module, describe_model
+from labkit.parallel.data_parallel.consistency import broadcast, describe_model
 from labkit.parallel.failures import report_failure
-from labkit.parallel.overlap import Channel, tensors_in
-from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.hooks import OF_EVERY_MODULE, cast
+from labkit.parallel.overlap import Channel
+from labkit.parallel.sharding.checks import check_model
+from labkit.parallel.sharding.hooks import cast
 from labkit.parallel.sharding.partition import UnitMembers, Units, find_units, partition
 from labkit.parallel.sharding.penalty import MIXED, ShardInLoss
 from labkit.parallel.sharding.sharded import (
     SHARD,
     as_rows,
     check_shard,
-    check_shardable,
     consolidate,
     make_mesh,
 )
@@ -138,7 +137,7 @@ class FSDP(nn.Module):
         members_of_units = list[UnitMembers]()
 
         def check_and_describe() -> dict[str, object]:
-            _check(module, options)
+            check_model(module, options)
             members_of_units.extend(partition(find_units(module, units), set(ignored)))
             return {
                 **vars(options),
@@ -271,47 +270,6 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
             # An interrupted pass leaves unsharded parameters, which would take the values.
             module._parameters[name] = shard  # type: ignore[assignment]
             state[prefix + name] = as_rows(prefix + name, state[prefix + name], shard)
-
-
-def _check(module: nn.Module, options: Options) -> None:
-    """Raise ValueError for invalid arguments, and for parameters that cannot be sharded."""
-    wrong = {options.compute_dtype, options.reduce_dtype} - {None, *FLOAT_TYPES}
-    if wrong:
-        raise ValueError(f"dtypes must be among {', '.join(map(str, FLOAT_TYPES))}; got {wrong}")
-    if options.prefetch < 0:
-        raise ValueError(f"expected to prefetch 0 units or more, got {options.prefetch}")
-    check_module(module, None)
-    check_shardable(module.named_parameters(), are_averaged=True)
-    if len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1:
-        raise ValueError("expected all parameters and buffers on one device")
-    _check_attributes(module)
-    for name, p in module.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"expected parameters without hooks, and {name} has some: put them on parameters()"
-                " later"
-            )
-
-
-def _check_attributes(module: nn.Module) -> None:
-    """Raise ValueError for parameters in other attributes than torch's: they would not be trained.
-
-    What closures and global variables hold cannot be found.
-    """
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for path, each in module.named_modules():
-        if isinstance(each, nn.RNNBase):
-            continue  # its list of weights follows its parameters
-        for attribute, value in vars(each).items():
-            if attribute in OF_EVERY_MODULE:
-                continue
-            for tensor in tensors_in(value):
-                # Only parameters: a tensor that the model computed is no alias.
-                if isinstance(tensor, nn.Parameter) and tensor in names:
-                    raise ValueError(
-                        f"expected parameters in modules, and {f'{path}.{attribute}'.lstrip('.')}"
-                        f" holds {names[tensor]}: read the module's attribute in forward"
-                    )
 
 
 def _compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
