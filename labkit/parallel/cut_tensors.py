@@ -1,7 +1,8 @@
 """Cut tensors: this rank's part of a parameter or gradient, which must not be taken for the whole.
 
-A norm in a step of SAM, LAMB or Muon, in a limit on weights, or of a gradient in a log would be
-that of this rank's part, and every rank would go on with another. Such functions are refused.
+A norm in a step of SAM or LAMB, in a limit on weights, or of a gradient in a log would be that of
+this rank's part, and every rank would go on with another. Functions whose results can be composed
+are therefore collectives, and others are refused.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.parallel.agreement import wait_for_ranks
 from labkit.torch_private import AMP_CHECK, FOREACH_NORM, DisableTorchFunctionSubclass
 
 # Names of functions of torch. Of a part they are not what they are of the whole: reductions over
 # the dimension that is cut, and over all, ...
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "frobenius_norm", "renorm", "normalize"}
 _SUMS = {"sum", "mean", "var", "std", "var_mean", "std_mean", "prod", "logsumexp", "softmax"}
-_EXTREMES = {"max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "any", "all"}
+_EXTREMES = {"max", "min", "amax", "amin", "any", "all", "aminmax", "argmax", "argmin"}
 _ORDERS = {"median", "quantile", "kthvalue", "topk", "sort", "argsort", "cumsum", "histc", "mode"}
 _REDUCTIONS = {*_NORMS, *_SUMS, *_EXTREMES, *_ORDERS}
+# Those that give the whole's number from the ranks' numbers.
+_COMPOSED = {"sum", "norm", "max", "min", "amax", "amin", "any", "all"}
 # ... decompositions, and products of parts.
 _DECOMPOSITIONS = {"linalg_svd", "svd", "linalg_svdvals", "linalg_qr", "qr", "linalg_eigh"}
 _PRODUCTS = {"matmul", "__matmul__", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "vdot", "einsum"}
@@ -41,9 +45,9 @@ _ORDINARY = {*_NEW, *_LIKE, *_LAYERS, "detach", "clone"}
 class CutTensor(Tensor):
     """This rank's part of a cut tensor. Functions for which it is not the whole are refused.
 
-    Three functions are collectives instead: the norm in `torch.nn.utils.get_total_norm`, also for
-    clipping, is that of all ranks' parts; an overflow that `GradScaler` finds in any part is found
-    on all ranks; and `sum()` in a loss is that of all parts.
+    Some functions are collectives instead, and give what they give of the whole: `norm()`, also in
+    `torch.nn.utils.clip_grad_norm_`; `sum()`, also in a loss; `max()`, `min()`, `any()`, `all()`;
+    and the overflow that `GradScaler` looks for.
     """
 
     group: dist.ProcessGroup
@@ -63,8 +67,8 @@ class CutTensor(Tensor):
             if name in _GUARDED:
                 if func in _COLLECTIVES:
                     return _COLLECTIVES[func](func, args, options)
-                if name == "sum" and len(args) == 1 and not options and args[0].requires_grad:
-                    return _SumOfParts.apply(args[0].sum(), args[0].group)
+                if name in _COMPOSED and _is_of_all_elements(name, args, options):
+                    return _of_all_parts(func, *args, **options)
                 _check_call(name, args, options)
             result = func(*args, **options)
             is_new = isinstance(result, Tensor) and not isinstance(result, CutTensor)
@@ -125,8 +129,7 @@ class CutParameter(CutTensor, nn.Parameter):
         with DisableTorchFunctionSubclass():
             _GRAD.__delete__(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter.__reduce_ex__(self, protocol)  # of its layouts, refused
+    __reduce_ex__ = nn.Parameter.__reduce_ex__  # of its layouts, refused
 
     def __deepcopy__(self, memo: Any) -> Any:
         # Without layouts, as torch copies parameters without hooks and attributes.
@@ -185,9 +188,9 @@ def _check_call(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> N
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(
-        f"{name.removeprefix('linalg_')}() of a cut tensor would be that of this rank's part: take"
-        " torch.nn.utils.get_total_norm([tensor]) for that of all parts, or detach() first; an"
-        " optimizer must treat each element alone, as SGD and Adam do"
+        f"{name.removeprefix('linalg_')}() of a cut tensor would be that of this rank's part: an"
+        " optimizer must treat each element alone, as SGD and Adam do; elsewhere, norm() and sum()"
+        " under torch.no_grad() are those of all parts, and detach() is this rank's part"
     )
 
 
@@ -203,9 +206,41 @@ def _mark(result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     part = next(each for each in inputs if isinstance(each, CutTensor))
     # Else they are activations, such as those that a gain of this rank's features has scaled.
     if is_joined or all(each.shape == part.shape or not each.dim() for each in inputs):
-        # Also of an ordinary tensor that was changed in place, such as an average of gradients.
+        # Also an ordinary tensor that was changed in place, such as an average of gradients.
         result.__class__ = part.result_class
         set_cut(result, part.group, part.cut_dim if result.shape == part.shape else None)
+
+
+def _is_of_all_elements(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether a function of `_COMPOSED` reduces a part, not moved or joined, to one number."""
+    if getattr(args[0], "cut_dim", None) is None:
+        return False
+    # `Tensor.norm` passes all of its defaults.
+    given = {
+        key: value for key, value in options.items() if value is not None and value is not False
+    }
+    if name != "norm":
+        return len(args) == 1 and not given
+    order = given.pop("p", args[1] if len(args) > 1 else "fro")
+    return len(args) <= 2 and not given and order != "nuc"
+
+
+def _of_all_parts(func: Any, part: Any, *args: Any, **options: Any) -> Tensor:
+    """Return a number that a function gives of all parts. A collective."""
+    number: Any = func(part, *args, **options)
+    if hasattr(number, "full_tensor"):  # of FSDP's shards: first over its ranks
+        number = number.full_tensor()
+    if number.requires_grad:
+        if func.__name__ != "sum":
+            _refuse(func.__name__)  # it would have no gradient
+        whole: Tensor = _SumOfParts.apply(number, part.group)
+        return whole
+    # A program may log it on rank 0 alone.
+    wait_for_ranks(f"{func.__name__}() of a cut tensor", part.group)
+    numbers = [torch.empty_like(number) for _ in range(part.group.size())]
+    dist.all_gather(numbers, number, part.group)
+    whole = func(torch.stack(numbers), *args, **options)
+    return whole
 
 
 class _SumOfParts(torch.autograd.Function):

@@ -150,22 +150,39 @@ def test_optimizers_that_mix_elements_are_refused(name: str, is_sharded: bool) -
     assert torch.equal(parameters[0].detach(), before)
 
 
+def _with_graph(compute: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return compute()
+
+
 # What a training computes from a parameter p with a gradient, and would get of this rank's part.
 REDUCED: dict[str, Callable[[Any], Any]] = {
-    "trust ratio (LAMB, LARS)": lambda p: p.norm(),
-    "trust ratio by hand": lambda p: p.data.pow(2).sum().sqrt(),
-    "norm of an update": lambda p: (torch.zeros_like(p) + p.grad).norm(),
-    "norm of a gradient (SAM)": lambda p: p.grad.norm(p=2),
-    "squares of a gradient (NovoGrad)": lambda p: p.grad.square().sum(),
     "mean in a log": lambda p: torch.mean(p.grad.abs()),
-    "not a number": lambda p: torch.isnan(p.grad).any(),
     "limit on columns": lambda p: p.norm(dim=0, keepdim=True),
+    "norm as penalty": lambda p: _with_graph(lambda: p.norm()),
+    "largest weight as penalty": lambda p: _with_graph(lambda: p.abs().max()),
     "spectral norm": lambda p: torch.linalg.svdvals(p.detach() + p.data),
     "threshold of pruning": lambda p: p.data.abs().flatten().kthvalue(2),
     "products of a gradient (Shampoo)": lambda p: p.grad.T @ p.grad,
     "projected gradient (GaLore)": lambda p: p.grad @ torch.ones(3, 1, dtype=p.dtype),
-    "all gradients in one vector": lambda p: torch.cat([p.grad.view(-1), torch.ones(2)]).mean(),
+    "all gradients in one vector": lambda p: torch.cat([p.grad.view(-1), torch.ones(2)]).norm(),
 }
+# Norms in the steps of LAMB and LARS, by hand, of an update, of SAM and of NovoGrad; in a log.
+COMPOSED: dict[str, Callable[[Any], Any]] = {
+    "trust ratio": lambda p: p.norm(),
+    "trust ratio by hand": lambda p: p.data.pow(2).sum().sqrt(),
+    "norm of an update": lambda p: (torch.zeros_like(p) + p.grad).norm(p=1),
+    "norm of a gradient": lambda p: p.grad.norm(2),
+    "squares of a gradient": lambda p: p.grad.square().sum(),
+    "all parameters": lambda p: nn.utils.get_total_norm([p]),
+    "largest gradient": lambda p: p.grad.abs().max(),
+    "a large gradient": lambda p: (p.grad > 2).any(),
+}
+
+
+def _with_graph(compute: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return compute()
 
 
 @on_ranks(2)
@@ -182,10 +199,16 @@ def test_reductions_that_are_right_are_those_of_one_process() -> None:
     torch.nn.init.constant_(cut, 0.5)
     whole = torch.full_like(matrix, 0.5, requires_grad=True)
     rank = dist.get_rank()
-    # the norm of all parts, of gradients and of weights
-    for tensor, of_whole in ((cut.grad, matrix), (cut, whole)):
-        norm = nn.utils.get_total_norm([tensor], foreach=rank == 0)
-        torch.testing.assert_close(norm, of_whole.detach().norm())
+    whole.grad = matrix.clone()
+    for compute in COMPOSED.values():
+        with torch.no_grad():
+            torch.testing.assert_close(compute(cut), compute(whole))
+    # what one rank finds, all must know
+    gradient: Any = cut.grad
+    gradient[0, 0] = float("nan") if rank == 1 else 0.0
+    assert bool(gradient.isnan().any())
+    assert not bool(torch.isfinite(gradient).all())
+    whole.grad = None
     # rows are not cut
     torch.testing.assert_close(cut.norm(dim=1).detach(), matrix.new_full((2,), 0.75).sqrt())
     # a penalty on weights, in each rank's loss
