@@ -158,6 +158,7 @@ def _with_graph(compute: Callable[[], Any]) -> Any:
 # What a training computes from a parameter p with a gradient, and would get of this rank's part.
 REDUCED: dict[str, Callable[[Any], Any]] = {
     "mean in a log": lambda p: torch.mean(p.grad.abs()),
+    "sum by a keyword": lambda p: torch.sum(input=p),
     "limit on columns": lambda p: p.norm(dim=0, keepdim=True),
     "norm as penalty": lambda p: _with_graph(lambda: p.norm()),
     "largest weight as penalty": lambda p: _with_graph(lambda: p.abs().max()),
