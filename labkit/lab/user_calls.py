@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from labkit.lab.user_lines import user_file
+from labkit.lab.user_lines import describe_line, user_file
 from labkit.parallel.traffic import Collective, recorded_traffic
 from labkit.torch_private import TorchDispatchMode
 
@@ -242,7 +242,7 @@ def _calling_line(*, through_labkit: bool) -> str:
         path = frame.f_code.co_filename
         place = user_file(path)
         if place:
-            return f", line {frame.f_lineno} of {place}"
+            return describe_line(place, frame.f_lineno)
         is_labkit = path.startswith(LABKIT) and path != __file__
         # What labkit's collectives call inside is theirs: they are recorded as a whole.
         if is_labkit and not through_labkit:

@@ -222,7 +222,7 @@ LAB = Lab(
             table=memory,
             pick=lambda table: table.index[0],
             verdict="counted",
-            says="At the peak, {holder} has the most: {held_bytes} of {peak_bytes}.",
+            says="Most of the memory at the peak: {holder}, {held_bytes} of {peak_bytes}.",
             figure=Bars(x="holder", y="held_bytes"),
         ),
         Report(
