@@ -2,8 +2,6 @@
 
     python benchmarks/planted_causes.py                      # ten minutes on two quiet cores
     python benchmarks/planted_causes.py loop --set batch=64  # a cause of another size
-    python benchmarks/planted_causes.py --runs 10            # a change that changes nothing
-    python benchmarks/planted_causes.py --runs 5 --seed 5    # the second half of these
 
 planted_setups.py has a setup per cause, and the same without it. Its true size is what a plain
 loop takes longer with the cause than without it. Two more processes run these loops between the
@@ -33,14 +31,12 @@ import numpy as np
 import planted_setups
 
 from labkit.bench.clock import time_parts_interleaved
-from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.config import parse_assignments
 from labkit.lab.runs.measure import measure as measure_lab
 from labkit.lab.runs.store import Run
 from labkit.parallel.data_parallel import LOCAL
-from labkit.studies.your_training import changes, lab, worker
-from labkit.studies.your_training.changes import Change
-from labkit.studies.your_training.gains import describe_gain, gains
+from labkit.studies.your_training import lab, worker
+from labkit.studies.your_training.gains import gains
 from labkit.studies.your_training.rank_tables import WITH_LOCAL, lateness
 from labkit.studies.your_training.worker import TOGETHER, measure
 
@@ -52,7 +48,6 @@ TURN_S = 0.1
 # Steps that the lab times: a fixed number, since its clock would count the plain ones.
 ROUNDS = {"warmup": 2, "repeats": 16, "gain": 0.0, "rounds_s": 60.0}
 FILE = Path(planted_setups.__file__)
-NOTHING = "nothing"
 KEPT_PAGES = {
     "GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={2**25}:glibc.malloc.trim_threshold={2**31}"
 }
@@ -265,42 +260,8 @@ def check_causes(folder: Path, causes: list[str], arguments: dict[str, Any]) -> 
     return n_missed
 
 
-def measure_with_nothing(point: Any) -> Any:
-    """The lab's worker, with a change that changes nothing."""
-    add_nothing()
-    return measure(point)
-
-
-def add_nothing() -> None:
-    """Add a change that changes nothing to labkit's."""
-    nothing = Change(make=lambda *parts: parts, refusal=lambda training: None, title="")
-    # By its module: a rank gets copies of this script's globals.
-    changes.CHANGES[NOTHING] = nothing  # type: ignore[index]
-
-
-def check_nothing(folder: Path, seeds: range) -> int:
-    """Print what a change that changes nothing gains in each run; return 0 if at most one does."""
-    add_nothing()
-    study = replace(lab.LAB, worker=measure_with_nothing)
-    verdicts = []
-    for number in seeds:
-        values = {"file": f"{FILE}:attention", "arguments": {"is_planted": False}}
-        values |= {"changes": [NOTHING], "world_sizes": [], "seed": number}
-        config = study.configure("quick", values)
-        results = measure_lab(study, config, profile="quick", directory=folder).results()
-        (row,) = gains(results).to_dict("records")
-        verdicts.append(row["verdict"])
-        print(f"run {number}: {describe_gain(row)}", flush=True)
-    n_false = sum(verdict != NO_DIFFERENCE_SHOWN for verdict in verdicts)
-    print(f"{n_false} false gains or losses in {len(seeds)} runs")
-    # At `FALSE_DISCOVERY_RATE` one false verdict in ten runs may be chance, two hardly ever.
-    return max(0, n_false - 1)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=0, help="runs of a change that changes nothing")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first of these runs")
     parser.add_argument("--set", nargs="*", default=[], help="arguments of the setups: batch=64")
     parser.add_argument("causes", nargs="*", help=f"of {', '.join(CAUSES)}; all by default")
     options = parser.parse_args()
@@ -310,9 +271,6 @@ def main() -> int:
     arguments = dict(parse_assignments(options.set))
     os.environ.update(KEPT_PAGES)  # for the processes that measure, which start later
     with tempfile.TemporaryDirectory() as folder:
-        if options.runs:
-            seeds = range(options.seed, options.seed + options.runs)
-            return check_nothing(Path(folder), seeds)
         return check_causes(Path(folder), options.causes or [*CAUSES], arguments)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -58,6 +59,32 @@ def test_a_step_has_its_parts_and_their_sum(name: str) -> None:
     assert list(seconds) == ["input", "forward", "backward", "optimizer", "step"]
     parts = zip(*(seconds[part] for part in list(seconds)[:4]), strict=True)
     assert seconds["step"] == [pytest.approx(sum(each)) for each in parts]
+
+
+class Numbered:
+    """Batches with their number in the epoch."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((1,), float(number)) for number in range(3))
+
+
+def test_each_timed_step_takes_the_next_batch_as_a_plain_loop_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for after in ("line_rows", "memory_rows"):
+        monkeypatch.setattr(f"labkit.studies.your_training.worker.{after}", lambda *_: [])
+    seen = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(int(batch))
+        return model(batch).sum()
+
+    point = YourTrainingPoint(sweep="step", warmup=1, repeats=6)
+    rows = list(measure(point, lambda: (nn.Linear(1, 1), Numbered(), loss)))
+    timed = [row for row in rows if row["kind"] == "part"]
+    assert [len(row["seconds"]) for row in timed] == [6] * 5
+    # Before: the setup's check, and the count of FLOPs.
+    assert seen == [0, 0, *[0, 1, 2], *[0, 1, 2], 0]
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
