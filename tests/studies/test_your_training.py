@@ -153,6 +153,7 @@ def _raise(*_: Any) -> Any:
     raise RuntimeError("no such file")
 
 
+SGD = torch.optim.SGD(nn.Linear(2, 2).parameters())
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": (lambda: None, "expected the setup to return"),
     "no model": (lambda: (nn.Linear, [1], max), "expected the model to be an nn.Module"),
@@ -164,9 +165,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "detached": (lambda: linear(loss=lambda model, x: model(x).mean().detach()), "depends on"),
     "NaN": (lambda: linear(loss=lambda model, x: model(x).mean() * float("nan")), "finite"),
     "a foreign optimizer": (
-        lambda: linear(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        lambda: linear(optimizer=SGD),
         "optimizer of the model's parameters",
     ),
+    "two optimizers": (lambda: linear(generator=SGD, critic=SGD), "a training with several"),
+    "a list of them": (lambda: linear(optimizers=[SGD, SGD]), "a training with several"),
+    "a scheduler": (lambda: linear(optimizer=SGD, scheduler=max), "got a tuple of 5"),
     "raises": (_raise, "no such file"),
     "the loss raises": (lambda: linear(loss=_raise), "no such file"),
     "needs an argument": (lambda batch: linear(), "default for its argument 'batch'"),

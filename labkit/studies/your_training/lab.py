@@ -23,7 +23,7 @@ from labkit.studies.your_training.changes import CHANGES
 from labkit.studies.your_training.gains import CHANGE
 from labkit.studies.your_training.loop import PARTS
 from labkit.studies.your_training.rank_tables import STRATEGY, scaling
-from labkit.studies.your_training.setup import absolute_target
+from labkit.studies.your_training.setup import SetupError, absolute_target, setup_file
 from labkit.studies.your_training.worker import STEP, TOGETHER, YOURS, YourTrainingPoint, measure
 
 ChangeName = Annotated[str, one_of(lambda: CHANGES)]
@@ -65,9 +65,13 @@ def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainin
 
 
 def _expect_file(config: YourTrainingConfig, say: Say) -> None:
-    """ParameterError without a file; the setup of a notebook comes with `lab_on`."""
+    """ParameterError without a file that exists; a notebook's setup comes with `lab_on`."""
     if config.file is None:
         raise ParameterError("expected a setup: --set file=train.py:setup, or the notebook's cell")
+    try:
+        setup_file(absolute_target(config.file))
+    except SetupError as error:
+        raise ParameterError(str(error)) from None
 
 
 def _example(results: Results) -> str | None:

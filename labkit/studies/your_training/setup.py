@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from labkit.lab.project import kind_of_path
 from labkit.lab.user_lines import deepest_user_line
 from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.torch_private import tree_leaves
 
 Loss = Callable[[Any, Any], Tensor]
 FUNCTION = "setup"
@@ -86,17 +87,23 @@ def absolute_target(target: str) -> str:
     return f"{file.absolute()}:{name or FUNCTION}"
 
 
+def setup_file(target: str) -> Path:
+    """Return the file of a setup. SetupError if there is none."""
+    path = target.partition(":")[0]
+    if kind_of_path(path) != "file":
+        raise SetupError(f"expected FILE.py:FUNCTION, and there is no file {path[-80:]!r}")
+    return Path(path)
+
+
 def load_setup(target: str) -> Callable[..., Any]:
     """Import the function that "train.py:setup" names; "train.py" is short for that.
 
     SetupError for a file that is missing or raises while it is imported, and for a name that is no
     function.
     """
-    path_text, _, name = target.partition(":")
-    path = Path(path_text)
-    if kind_of_path(path) != "file":
-        raise SetupError(f"expected FILE.py:FUNCTION, and there is no file {path_text[-80:]!r}")
+    path = setup_file(target)
     module = _import(path.resolve())
+    name = target.partition(":")[2]
     function = getattr(module, name or FUNCTION, None)
     if not inspect.isfunction(function):
         functions = [
@@ -199,6 +206,12 @@ def build(function: Callable[..., Any], seed: int = 0, **arguments: Any) -> Trai
 
 
 def _checked(result: Any) -> Training:
+    n_optimizers = sum(isinstance(one, Optimizer) for one in tree_leaves(result))
+    if n_optimizers > 1:
+        raise SetupError(
+            f"expected one torch optimizer, got {n_optimizers}: a training with several, such as a"
+            " GAN, cannot be tried"
+        )
     if not isinstance(result, tuple) or len(result) not in (3, 4):
         raise SetupError(f"expected the setup to return {RETURNS}, got {describe(result)}")
     model, batches, loss, *optimizers = result
@@ -222,13 +235,7 @@ def _checked(result: Any) -> Training:
         )
     optimizer = optimizers[0] if optimizers else torch.optim.AdamW(trained)
     if not isinstance(optimizer, Optimizer):
-        more = ""
-        # As of a GAN.
-        if isinstance(optimizer, list | tuple) and all(
-            isinstance(one, Optimizer) for one in optimizer
-        ):
-            more = ": a training with several cannot be tried"
-        raise SetupError(f"expected one torch optimizer, got {describe(optimizer)}{more}")
+        raise SetupError(f"expected one torch optimizer, got {describe(optimizer)}")
     # Of a model that was built twice, the optimizer would update the other one.
     owned = {id(parameter) for parameter in model.parameters()}
     groups = [one for group in optimizer.param_groups for one in group["params"]]
