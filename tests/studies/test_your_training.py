@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Results
+from labkit.studies.shared.checks import TOLERANCES
 from labkit.studies.your_training.arguments import find_batches
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES, apply
+from labkit.studies.your_training.check import compare_results
 from labkit.studies.your_training.gains import describe_effects, describe_gain, sdpa_gains
 from labkit.studies.your_training.lab import LAB
 from labkit.studies.your_training.lines import line_rows
@@ -324,6 +326,28 @@ def test_a_change_of_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHANGES, "channels_last", wrong)  # type: ignore[arg-type]
     rows = rows_of("lstm", sweep="changes", changes=("channels_last",))
     assert rows[-1]["status"] == "wrong"
+
+
+@pytest.mark.parametrize(("scale", "status"), [(1.0, "ok"), (3.0, "wrong")])
+def test_a_right_change_may_differ_as_much_as_rounding_makes_yours_differ(
+    scale: float, status: str
+) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(4, 64)
+
+    def loop_with(order: list[int], scale: float) -> Loop:
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            # The same sum in another order, of which the sine makes another number.
+            sums = nn.functional.linear(x[:, order], model.weight[:, order])
+            return scale * (1e4 * sums).sin().mean()
+
+        return Loop(build(lambda: (nn.Linear(64, 4, bias=False), [batch], loss)))
+
+    yours = loop_with(list(range(64)), 1.0)
+    changed = loop_with(list(range(63, -1, -1)), scale)
+    columns = compare_results(yours, changed, precision="float32", seed=0)
+    assert columns["error"] > TOLERANCES["float32"]
+    assert columns["status"] == status
 
 
 def test_a_change_that_saves_memory_and_changes_results_says_both() -> None:

@@ -2,13 +2,15 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from labkit.bench.check import describe_error, largest, status_columns
+from labkit.bench.check import largest, status_columns
 from labkit.studies.shared.checks import TOLERANCES
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import Training, seed_everything
@@ -17,6 +19,11 @@ from labkit.torch_private import tree_leaves
 # Smallest scale of a gradient's error, as a share of the model's largest gradient. Some gradients
 # are rounding alone, such as that of a bias before batch norm: their exact value is 0.
 FLOOR = 1e-3
+# Times that the parameters are rounded otherwise, and the factor by which a right change may differ
+# more than the worst of these: it rounds activations otherwise, too.
+ROUNDINGS = 3
+ROUNDING_MARGIN = 3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Steps after which the losses of yours and of an inexact change are compared.
 TRAINED_STEPS = 10
 
@@ -24,7 +31,8 @@ TRAINED_STEPS = 10
 def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) -> dict[str, Any]:
     """Compare a changed training with yours; return columns of its row, `status` among them.
 
-    `error`: of the gradients on the same batch, within the tolerance of `precision` or "wrong".
+    `error`: of the gradients on the same batch, "wrong" above the tolerance of `precision`, and
+    above what rounding does to gradients of yours.
     `loss_change`: of the loss after `TRAINED_STEPS`, relative to yours. `first_s`: seconds of the
     first pass, with compilation. `is_exact`: whether all differences are rounding.
     """
@@ -38,12 +46,18 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
         for model in models:
             model.eval()
     _, expected = yours.gradients(batch)
+    rounding = rounding_error(yours, batch, expected, precision=precision)
+    limit = max(TOLERANCES[precision], ROUNDING_MARGIN * rounding)
     with changed.turn():
         start = time.perf_counter()
         _, actual = changed.gradients(batch)
         first_s = time.perf_counter() - start
         error = gradient_error(actual, expected, is_exact=precision == "float32")
-        wrong = describe_error(error, TOLERANCES[precision])
+        wrong = None
+        if error > limit:
+            wrong = f"gradients are off by {error:.1%}, and rounding explains {limit:.1%}"
+        if error == math.inf:
+            wrong = "gradients are missing or no numbers"
         loss = trained_loss(changed, batch) if wrong is None else math.nan
     loss_of_yours = trained_loss(yours, batch)
     for model, mode in zip(models, modes, strict=True):
@@ -65,19 +79,47 @@ def first_batch(training: Training, seed: int) -> Any:
 
 def trained_loss(loop: Loop, batch: Any) -> float:
     """Return the loss after some steps on one batch; give the parameters their values again."""
-    state = loop.training.model.state_dict()
-    before = {name: value.clone() for name, value in state.items()}
-    # One batch again and again: its loss falls, and shows an update that is wrong.
-    for _ in range(TRAINED_STEPS):
+    with restored(loop.training.model):
+        # One batch again and again: its loss falls, and shows an update that is wrong.
+        for _ in range(TRAINED_STEPS):
+            loop.use(batch)
+            loop.forward()
+            loop.backward()
+            loop.update()
         loop.use(batch)
-        loop.forward()
-        loop.backward()
-        loop.update()
-    loop.use(batch)
-    with torch.no_grad():
-        loss = float(loop.forward())
-    loop.training.model.load_state_dict(before)
-    return loss
+        with torch.no_grad():
+            return float(loop.forward())
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Give a model its parameters and buffers again after the block."""
+    before = deepcopy(model.state_dict())
+    try:
+        yield
+    finally:
+        model.load_state_dict(before)
+
+
+def rounding_error(
+    loop: Loop, batch: Any, expected: Mapping[str, Tensor], *, precision: str
+) -> float:
+    """Return the error of gradients if each parameter is off by half a unit in the last place.
+
+    In a network with batch norm and ReLU an activation near 0 gets another sign, and a gradient is
+    off by a percent: no exact change can do better.
+    """
+    errors = []
+    for seed in range(ROUNDINGS):
+        generator = torch.Generator().manual_seed(seed)
+        with restored(loop.training.model):
+            for parameter in loop.training.model.parameters():
+                signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+                unit = max(torch.finfo(one).eps for one in (parameter.dtype, DTYPES[precision]))
+                parameter.data += unit / 2 * signs.to(parameter) * parameter.data
+            _, actual = loop.gradients(batch)
+        errors.append(gradient_error(actual, expected, is_exact=precision == "float32"))
+    return max(errors)
 
 
 def gradient_error(
@@ -110,10 +152,11 @@ def is_random(loop: Loop, batch: Any, seed: int) -> bool:
     """Return whether the loss depends on the state of the random numbers, as under dropout."""
     # Not by looking for dropout: a loss may draw numbers anywhere.
     losses = []
-    for number in (seed, seed + 1):
-        seed_everything(number)
-        loop.use(batch)
-        with torch.no_grad():
+    # The passes move running statistics, with which evaluation mode computes.
+    with restored(loop.training.model), torch.no_grad():
+        for number in (seed, seed + 1):
+            seed_everything(number)
+            loop.use(batch)
             losses.append(float(loop.forward()))
     return losses[0] != losses[1]
 
