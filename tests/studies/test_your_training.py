@@ -26,6 +26,7 @@ from labkit.studies.your_training.gains import describe_effects, describe_gain, 
 from labkit.studies.your_training.lab import LAB
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
+from labkit.studies.your_training.memory import memory_rows
 from labkit.studies.your_training.setup import SetupError, build, check_first_step, load_setup
 from labkit.studies.your_training.worker import (
     TOGETHER,
@@ -128,6 +129,28 @@ def test_lines_memory_and_flops_of_a_step_are_those_of_the_file() -> None:
     assert [name for name in holders if name.startswith("gpt.py:")]
     lines = [row for row in rows if row["kind"] == "line"]
     assert sum(row["backward_share"] for row in lines) <= 1 + 1e-9
+
+
+def test_memory_that_a_step_finds_counts_once_and_its_batch_never() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch[:, :-1]).square().mean()
+
+    batch = torch.ones(2, 257)
+    loop = Loop(build(lambda: (nn.Linear(256, 256, bias=False), [batch], loss)))
+    # In a thread, below which no line of this file stands: it would hold the update's tensors.
+    with loop.turn(), ThreadPoolExecutor() as pool:
+        for _ in range(2):  # the first step allocates the states, a later one finds them
+            rows = pool.submit(list, memory_rows(loop)).result()
+            held = {row["holder"]: row["held_bytes"] for row in rows}
+            size = 4 * 256 * 256
+            assert (held["parameters"], held["gradients"]) == (size, size)
+            assert held["optimizer states"] == 2 * size + 4  # and the number of the step
+            assert {*held} == {
+                "parameters",
+                "gradients",
+                "optimizer states",
+                "the optimizer's step",
+            }
 
 
 def test_a_notebooks_function_is_measured_and_without_one_it_says_what_is_missing() -> None:

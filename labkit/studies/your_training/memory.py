@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.lab.user_lines import user_file
@@ -15,31 +16,44 @@ from labkit.torch_private import tree_leaves
 
 ELSEWHERE = "other code"
 GRADIENTS = "gradients"
+UPDATE = "the optimizer's step"
+PARAMETERS = "parameters"
+STATES = "optimizer states"
+BATCH = "batch"
 
 
 def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
     """Run one step of a loop in its turn; yield a row per holder of memory at the step's peak.
 
-    `holder`: "parameters", "optimizer states", "gradients", or the line of the reader's that
-    allocated it, in the backward pass the line that is differentiated. Bytes are counted from what
-    operators return, without a kernel's scratch and the allocator's rounding.
+    `holder`: "parameters", "optimizer states", "gradients", the optimizer's step with its temporary
+    tensors, or the line of the reader's that allocated it, in the backward pass the line that is
+    differentiated. Bytes are counted from what
+    operators return, without the batch, a kernel's scratch and the allocator's rounding.
     """
     training = loop.training
-    loop.take_batch()  # before the ledger: the batch is the loader's
+    model = training.model
+    batch = loop.take_batch()
     with AllocationLedger(device=str(training.device), source=user_file) as ledger:
         loop.forward()
         loop.backward()
-        gradients = [one.grad for one in training.model.parameters() if one.grad is not None]
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
         ledger.label(GRADIENTS, gradients)
-        loop.update()
-    peak = peak_between(ledger.allocations, 0, ledger.moment)
-    held: Counter[str] = Counter()
+        with ledger.phase(UPDATE):
+            loop.update()
+    kept = {
+        PARAMETERS: [*model.parameters(), *model.buffers()],
+        STATES: tree_leaves([*training.optimizer.state.values()]),
+        BATCH: tree_leaves(batch),
+    }
+    # An operator that returns a view of these, or writes into them, has allocated nothing.
+    for holder, leaves in kept.items():
+        ledger.label(holder, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    allocations = [one for one in ledger.allocations if one.category not in kept]
+    peak = peak_between(allocations, 0, ledger.moment)
+    held = Counter({name: storage_bytes(kept[name]) for name in (PARAMETERS, STATES)})
     for allocation in peak.live:
-        held[allocation.category or allocation.line or ELSEWHERE] += allocation.n_bytes
-    # Not in the ledger, which has only what this step allocates.
-    model = training.model
-    held["parameters"] = storage_bytes([*model.parameters(), *model.buffers()])
-    held["optimizer states"] = storage_bytes(tree_leaves([*training.optimizer.state.values()]))
+        holder = allocation.category or allocation.line or allocation.phase or ELSEWHERE
+        held[holder] += allocation.n_bytes
     for holder, n_bytes in held.most_common():
         if n_bytes:
             yield {"holder": holder, "held_bytes": n_bytes, "peak_bytes": held.total()}
