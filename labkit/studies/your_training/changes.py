@@ -144,7 +144,7 @@ def _checkpointing_refusal(training: Training) -> str | None:
         return "the model has no repeated blocks"
     share = count_peak(Loop(training)) / available_bytes(training.device)
     if share < MIN_MEMORY_SHARE:
-        return f"memory is not short: a step takes {100 * share:.0f}% of it"
+        return f"memory is not short: a step takes {100 * share:.2g}% of it"
     return None
 
 
@@ -245,13 +245,13 @@ CHANGES: Mapping[str, Change] = {
         make=_use_tf32,
         setting=partial(matmul_precision, "high"),
         refusal=_precision_refusal,
-        title="TF32, which changes results,",
+        title="TF32 (which changes results)",
         precision="bfloat16",
     ),
     "autocast to bfloat16": Change(
         make=_autocast,
         refusal=_autocast_refusal,
-        title="autocast, which changes results,",
+        title="autocast (which changes results)",
         precision="bfloat16",
     ),
     "checkpointing": Change(

@@ -22,7 +22,7 @@ LESS = ("less_percent", "less_low_percent", "less_high_percent")
 
 
 def gains(results: Results) -> pd.DataFrame:
-    """Return what each change saves, the largest gain first.
+    """Return what each change saves: gains first, then what shows no difference, then losses.
 
     `less_percent`, with its interval: time that it saves. `pays_after_steps`: after which a
     compiled model has earned its compilation. `gradient_error` and `loss_change` are relative to
@@ -53,7 +53,9 @@ def gains(results: Results) -> pd.DataFrame:
     )
     columns = ["change", *LESS, "verdict", "saved_s", "pays_after_steps", "gradient_error"]
     columns += ["loss_change", "less_memory_percent", "is_exact"]
-    return table[columns].sort_values("less_percent", ascending=False, ignore_index=True)
+    table["order"] = table["verdict"].map({"faster": 0, "slower": 2}).fillna(1)
+    table = table.sort_values(["order", "less_percent"], ascending=[True, False])
+    return table[columns].reset_index(drop=True)
 
 
 def _add_savings(table: pd.DataFrame) -> pd.DataFrame:
