@@ -7,6 +7,7 @@ are therefore collectives, and others are refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,21 @@ _LAYERS = {"linear", "embedding", *_PRODUCTS}
 _ORDINARY = {*_NEW, *_LIKE, *_LAYERS, "detach", "clone"}
 
 
+def _without_dispatch(method: Any) -> Any:
+    """Return a method without `__torch_function__`, which takes a microsecond.
+
+    For those that optimizers call for each parameter. What changes a part element by element, in
+    place, leaves it a part.
+    """
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        with DisableTorchFunctionSubclass():
+            return method(*args, **options)
+
+    return call
+
+
 class CutTensor(Tensor):
     """This rank's part of a cut tensor. Functions for which it is not the whole are refused.
 
@@ -57,6 +73,11 @@ class CutTensor(Tensor):
     """Whether it may be multiplied with an ordinary matrix, as in a model's forward pass."""
     result_class: type[Tensor]
     """Of what is computed from it, element by element."""
+
+    add_ = _without_dispatch(Tensor.add_)
+    mul_ = _without_dispatch(Tensor.mul_)
+    addcdiv_ = _without_dispatch(Tensor.addcdiv_)
+    device = property(_without_dispatch(Tensor.device.__get__))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +130,7 @@ class CutParameter(CutTensor, nn.Parameter):
         """The gradient of this rank's part."""
         with DisableTorchFunctionSubclass():
             gradient = _GRAD.__get__(self)
-            if sys._getframe(1).f_code in _ELEMENTWISE_READERS:
+            if id(sys._getframe(1).f_code) in _ELEMENTWISE_READERS:
                 # They get ordinary tensors. Else Python would see all of the twelve operators by
                 # which AdamW updates a parameter, some 20 us for each parameter.
                 return gradient.as_subclass(Tensor) if type(gradient) is CutGradient else gradient
@@ -151,9 +172,10 @@ ELEMENTWISE: tuple[Any, ...] = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
 )
+# By identity, since hashing a code object takes as long as all else that the getter does.
 _ELEMENTWISE_READERS = {
-    inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__,
-    *(optimizer._init_group.__code__ for optimizer in ELEMENTWISE),
+    id(inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__),
+    *(id(optimizer._init_group.__code__) for optimizer in ELEMENTWISE),
 }
 
 

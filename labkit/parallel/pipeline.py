@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 from labkit.parallel.agreement import agree_once, describe_parameter
 from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.gradients import find_overflow, fork_seed, mark_overflow
-from labkit.parallel.layouts import Layout, add_layout
+from labkit.parallel.layouts import Layout, add_layout, each_parameter
 from labkit.parallel.pipeline_agreement import agree_on_batch, agree_on_inputs
 from labkit.parallel.pipeline_layers import (
     check_cuts,
@@ -188,7 +188,7 @@ class Pipeline(nn.Module):
             self, inputs, targets, loss_function, self._tied, data_group, scaler
         )
         # The gradients of this step are corrected by the number of targets, earlier ones are not.
-        with gradients_set_aside([*self.parameters()]):
+        with gradients_set_aside(each_parameter(self)):
             with fork_seed(self.group):  # else all stages drop the same positions
                 run = self._run(
                     self._plan,

@@ -213,9 +213,10 @@ class Pass:
         self.divisor = self._typical_count
         if self._returns_means:
             self.divisor = float(len(self._inputs))
-        self.loss_sum += total.detach().reshape(())
+        total = total.reshape(())
+        self.loss_sum += total.detach()
         self.count += count
-        start = total.reshape(()) / self.divisor
+        start = total / self.divisor
         if self._scaler is not None:
             start = self._scaler.scale(start)
         return start

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding, linear
 from labkit.parallel.layouts import Layout, find_layout
 from labkit.parallel.losses import IGNORED
 from labkit.parallel.tensor_collectives import Ranks, cut, enter_or_leave, part_lengths
-from labkit.torch_private import assert_async
+from labkit.torch_private import DisableTorchFunctionSubclass, assert_async
 
 
 class ParallelLayer(nn.Module):
@@ -54,7 +54,9 @@ class RowsLinear(CutLayer, nn.Linear):
     """Whether its input is replicated; False inside of a block, which has entered already."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.ranks.enter(x) if self.enters else x)
+        if self.enters:
+            x = self.ranks.enter(x)
+        return _linear(x, self.weight, self.bias)
 
 
 class ColumnsLinear(CutLayer, nn.Linear):
@@ -63,7 +65,7 @@ class ColumnsLinear(CutLayer, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         # behind the sum all ranks have the same, as dropout of it must leave it
         self.ranks.end_local()
-        y = self.ranks.leave(linear(x, self.weight))
+        y = self.ranks.leave(_linear(x, self.weight, None))
         bias: Any = self.bias
         if bias is None:
             return y
@@ -101,11 +103,13 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
             got = tokens.shape[-1]
             raise ValueError(f"expected a sequence that {p} ranks divide, got {got} tokens")
         first = first_row(self.ranks, self.num_embeddings)
-        local, is_here = _local_indices(tokens, first, len(self.weight))
-        padding = None  # whose row gets no gradient
-        if self.padding_idx is not None and 0 <= self.padding_idx - first < len(self.weight):
-            padding = self.padding_idx - first
-        rows = embedding(local, self.weight, padding)  # of other ranks' tokens: row 0, masked below
+        weight = self.weight
+        with DisableTorchFunctionSubclass():  # as in `_linear`
+            local, is_here = _local_indices(tokens, first, len(weight))
+            padding = None  # whose row gets no gradient
+            if self.padding_idx is not None and 0 <= self.padding_idx - first < len(weight):
+                padding = self.padding_idx - first
+            rows = embedding(local, weight, padding)  # of other ranks' tokens: row 0, masked below
         return self.ranks.leave(rows.masked_fill(~is_here.unsqueeze(-1), 0))
 
 
@@ -125,6 +129,16 @@ class VocabularyLinear(RowsLinear):
         lengths = part_lengths(self.out_features, self.ranks.group.size())
         rank = self.ranks.group.rank()
         return enter_or_leave(parts, join, lambda grad: grad.split(lengths, -1)[rank])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a part of a matrix, without asking `CutTensor`, which takes as long as a small product.
+
+    It has nothing against this one. How a weight is computed from other parameters, as
+    `weight_norm` does, it is asked before.
+    """
+    with DisableTorchFunctionSubclass():
+        return linear(x, weight, bias)
 
 
 def cut_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[ParallelLayer]:
