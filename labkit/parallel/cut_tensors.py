@@ -10,37 +10,28 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.agreement import wait_for_ranks
-from labkit.torch_private import AMP_CHECK, FOREACH_NORM, DisableTorchFunctionSubclass
+from labkit.parallel.cut_functions import (
+    GUARDED,
+    LAYERS,
+    call_on_all_parts,
+    check_call,
+    check_result,
+    is_composed,
+)
+from labkit.torch_private import DisableTorchFunctionSubclass
 
-# Names of functions of torch. Of a part they are not what they are of the whole: reductions over
-# the dimension that is cut, and over all, ...
-_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "frobenius_norm", "renorm", "normalize"}
-_SUMS = {"sum", "mean", "var", "std", "var_mean", "std_mean", "prod", "logsumexp", "softmax"}
-_EXTREMES = {"max", "min", "amax", "amin", "any", "all", "aminmax", "argmax", "argmin"}
-_ORDERS = {"median", "quantile", "kthvalue", "topk", "sort", "argsort", "cumsum", "histc", "mode"}
-_REDUCTIONS = {*_NORMS, *_SUMS, *_EXTREMES, *_ORDERS}
-# Those that give the whole's number from the ranks' numbers.
-_COMPOSED = {"sum", "norm", "max", "min", "amax", "amin", "any", "all"}
-# ... decompositions, and products of parts.
-_DECOMPOSITIONS = {"linalg_svd", "svd", "linalg_svdvals", "linalg_qr", "qr", "linalg_eigh"}
-_PRODUCTS = {"matmul", "__matmul__", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "vdot", "einsum"}
-# the one function by which `GradScaler` reads gradients (torch 2.11 to 2.13), and that of clipping
-_READ_BY_TORCH = {FOREACH_NORM.__name__, AMP_CHECK.__name__}
-_GUARDED = {*_REDUCTIONS, *_DECOMPOSITIONS, *_PRODUCTS, *_READ_BY_TORCH}
-# Results without its elements, and those that somebody asks for as an ordinary tensor.
+# Results without a part's elements, those that somebody asks for as an ordinary tensor, and
+# activations.
 _NEW = {f"new_{name}" for name in ("empty", "zeros", "ones", "full", "tensor")}
 _LIKE = {f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
-# Activations: a layer of the model has computed them from its part.
-_LAYERS = {"linear", "embedding", *_PRODUCTS}
-_ORDINARY = {*_NEW, *_LIKE, *_LAYERS, "detach", "clone"}
+_ORDINARY = {*_NEW, *_LIKE, *LAYERS, "detach", "clone"}
 
 
 def _without_dispatch(method: Any) -> Any:
@@ -59,11 +50,9 @@ def _without_dispatch(method: Any) -> Any:
 
 
 class CutTensor(Tensor):
-    """This rank's part of a cut tensor. Functions for which it is not the whole are refused.
+    """This rank's part of a cut tensor, whose shape and `numel()` are those of the part.
 
-    Some functions are collectives instead, and give what they give of the whole: `norm()`, also in
-    `torch.nn.utils.clip_grad_norm_`; `sum()`, also in a loss; `max()`, `min()`, `any()`, `all()`;
-    and the overflow that `GradScaler` looks for.
+    Functions for which a part is not the whole are collectives, or refused (`cut_functions`).
     """
 
     group: dist.ProcessGroup
@@ -85,16 +74,13 @@ class CutTensor(Tensor):
         with DisableTorchFunctionSubclass():
             name = func.__name__
             # An optimizer calls some 15 functions per parameter: most must pass quickly.
-            if name in _GUARDED:
-                if func in _COLLECTIVES:
-                    return _COLLECTIVES[func](func, args, options)
-                if name in _COMPOSED and _is_of_all_elements(name, args, options):
-                    return _of_all_parts(func, *args, **options)
-                _check_call(name, args, options)
+            if name in GUARDED:
+                if is_composed(func, args, options):
+                    return call_on_all_parts(func, args, options)
+                check_call(name, args, options)
             result = func(*args, **options)
-            is_new = isinstance(result, Tensor) and not isinstance(result, CutTensor)
-            if is_new and name not in _ORDINARY:
-                _mark(result, args, options)
+            if isinstance(result, (Tensor, tuple, list)) and name not in _ORDINARY:
+                _mark(name, result, args, options)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -185,41 +171,16 @@ def set_cut(tensor: Any, group: dist.ProcessGroup, dim: int | None) -> None:
     tensor.cut_dim = dim
 
 
-def _check_call(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise ValueError if a function of `_GUARDED` would take a part for the whole."""
-    if name in _DECOMPOSITIONS:
-        _refuse(name)
-    if name in _PRODUCTS:
-        factors = [each for each in args if isinstance(each, Tensor)]
-        parts = [each for each in factors if isinstance(each, CutTensor)]
-        # Parts with each other, or one that may be no factor.
-        if len(parts) == len(factors) or not all(part.is_factor for part in parts):
-            _refuse(name)
+def _mark(name: str, result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Make results parts, too, if they are computed from parts element by element."""
+    results = [result]
+    if not isinstance(result, Tensor):
+        # Pieces of a part; not results of lists, as of `torch._foreach_add`.
+        results = result if args and isinstance(args[0], CutTensor) else []
+    # Others were changed in place.
+    new = [each for each in results if isinstance(each, Tensor) and not _is_marked(each)]
+    if not new:
         return
-    tensor = args[0] if args else options["input"]
-    position = 2 if name in _NORMS else 1
-    dims = options.get("dim", args[position] if len(args) > position else ())
-    if isinstance(dims, Tensor):
-        return  # the larger one of two, element by element
-    if isinstance(dims, int):
-        dims = (dims,)
-    cut_dim = getattr(tensor, "cut_dim", None)
-    if not dims or cut_dim is None or cut_dim in {dim % tensor.dim() for dim in dims}:
-        _refuse(name)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(
-        f"{name.removeprefix('linalg_')}() of a cut tensor would be that of this rank's part. Over"
-        " all elements and under torch.no_grad(), norm(), sum(), max(), min(), any() and all() are"
-        " those of all parts; detach() gives this rank's part"
-    )
-
-
-def _mark(result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Make a result a part, too, if it is computed from parts element by element."""
-    if isinstance(result, nn.Parameter):
-        return  # in place
     values = [*args, *options.values()]
     inputs = [each for each in values if isinstance(each, Tensor)]
     is_joined = not inputs  # by `cat` and `stack`
@@ -227,115 +188,14 @@ def _mark(result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         inputs = [each for value in values if isinstance(value, list | tuple) for each in value]
     part = next(each for each in inputs if isinstance(each, CutTensor))
     # Else they are activations, such as those that a gain of this rank's features has scaled.
-    if is_joined or all(each.shape == part.shape or not each.dim() for each in inputs):
+    if not is_joined and any(each.shape != part.shape and each.dim() for each in inputs):
+        return
+    for each in new:
+        check_result(name, each, part)
         # Also an ordinary tensor that was changed in place, such as an average of gradients.
-        result.__class__ = part.result_class
-        set_cut(result, part.group, part.cut_dim if result.shape == part.shape else None)
+        each.__class__ = part.result_class
+        set_cut(each, part.group, part.cut_dim if each.shape == part.shape else None)
 
 
-def _is_of_all_elements(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether a function of `_COMPOSED` reduces a part, not moved or joined, to one number."""
-    # By a keyword, as in `torch.sum(input=p)`, it is refused.
-    if not args or getattr(args[0], "cut_dim", None) is None:
-        return False
-    # `Tensor.norm` passes all of its defaults.
-    given = {
-        key: value for key, value in options.items() if value is not None and value is not False
-    }
-    if name != "norm":
-        return len(args) == 1 and not given
-    order = given.pop("p", args[1] if len(args) > 1 else "fro")
-    return len(args) <= 2 and not given and order != "nuc"
-
-
-def _of_all_parts(func: Any, part: Any, *args: Any, **options: Any) -> Tensor:
-    """Return a number that a function gives of all parts. A collective."""
-    number: Any = func(part, *args, **options)
-    if hasattr(number, "full_tensor"):  # of FSDP's shards: first over its ranks
-        number = number.full_tensor()
-    if number.requires_grad:
-        if func.__name__ != "sum":
-            _refuse(func.__name__)  # it would have no gradient
-        whole: Tensor = _SumOfParts.apply(number, part.group)
-        return whole
-    # A program may log it on rank 0 alone.
-    wait_for_ranks(f"{func.__name__}() of a cut tensor", part.group)
-    numbers = [torch.empty_like(number) for _ in range(part.group.size())]
-    dist.all_gather(numbers, number, part.group)
-    whole = func(torch.stack(numbers), *args, **options)
-    return whole
-
-
-class _SumOfParts(torch.autograd.Function):
-    """A number of all ranks' parts, such as a penalty on weights in the loss of each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = number.detach().clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Each rank's loss has the whole number, and each rank the gradient of its own part.
-        return gradient, None
-
-
-def _total_norms(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    return _norm_of_parts(args[0], func(*args, **options), *args[1:2], **options)
-
-
-def _vector_norm(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    if len(args) > 2 or {*options} - {"ord", "dtype"}:
-        _check_call(func.__name__, args, options)
-        return func(*args, **options)
-    return _norm_of_parts(args[:1], [func(*args, **options)], *args[1:2], **options)[0]
-
-
-def _find_overflow(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Tell all ranks of an overflow: args[1] is the flag, which is set in place."""
-    func(*args, **options)
-    for group in dict.fromkeys(each.group for each in args[0] if isinstance(each, CutTensor)):
-        dist.all_reduce(args[1], dist.ReduceOp.MAX, group)
-
-
-_COLLECTIVES: dict[Any, Callable[..., Any]] = {
-    torch.linalg.vector_norm: _vector_norm,
-    FOREACH_NORM: _total_norms,
-    AMP_CHECK: _find_overflow,
-}
-
-
-def _norm_of_parts(
-    grads: Sequence[Tensor], norms: Sequence[Tensor], ord: float = 2.0, **_: Any
-) -> Sequence[Tensor]:
-    """Turn the norms of cut gradients into those of all ranks' parts, with one message."""
-    cut = [i for i, grad in enumerate(grads) if isinstance(grad, CutTensor)]
-    results = list(norms)
-    by_group: dict[dist.ProcessGroup, list[int]] = {}
-    for i in cut:
-        by_group.setdefault(grads[i].group, []).append(i)  # type: ignore[attr-defined]
-    # One message for all gradients: one for each would take a latency per parameter.
-    for group, numbers in by_group.items():
-        # FSDP's norms are DTensors: first those of all its ranks' rows, then of the parts
-        local = [getattr(norms[i], "full_tensor", lambda i=i: norms[i])() for i in numbers]
-        whole = torch.stack(local)
-        if ord == float("inf"):
-            dist.all_reduce(whole, dist.ReduceOp.MAX, group)
-        else:
-            whole.pow_(ord)
-            dist.all_reduce(whole, dist.ReduceOp.SUM, group)
-            whole.pow_(1 / ord)
-        for i, norm in zip(numbers, whole, strict=True):
-            results[i] = _replicate_like(norms[i], norm)
-    return results
-
-
-def _replicate_like(like: Any, norm: Tensor) -> Tensor:
-    """Return a norm as the DTensor that `like` is, if it is one."""
-    if not hasattr(like, "full_tensor"):
-        return norm
-    from torch.distributed.tensor import DTensor, Replicate  # takes half a second
-
-    mesh = like.device_mesh
-    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def _is_marked(tensor: Tensor) -> bool:
+    return isinstance(tensor, CutTensor | nn.Parameter)

@@ -163,7 +163,14 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "norm as penalty": lambda p: _with_graph(lambda: p.norm()),
     "largest weight as penalty": lambda p: _with_graph(lambda: p.abs().max()),
     "spectral norm": lambda p: torch.linalg.svdvals(p.detach() + p.data),
+    "limit on each head": lambda p: [head.norm() for head in p.grad.chunk(3, dim=1)],
     "threshold of pruning": lambda p: p.data.abs().flatten().kthvalue(2),
+    "weights that are not zero, as a norm": lambda p: p.norm(0),
+    "weights that are not zero, as a norm of vectors": lambda p: torch.linalg.vector_norm(p, 0),
+    "mean without NaN": lambda p: p.grad.nanmean(),
+    "distance from other weights": lambda p: torch.dist(torch.zeros_like(p), p),
+    "mean of squared distances": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)),
+    "angle to another gradient": lambda p: torch.cosine_similarity(p.grad, p.grad, dim=0),
     "products of a gradient (Shampoo)": lambda p: p.grad.T @ p.grad,
     "projected gradient (GaLore)": lambda p: p.grad @ torch.ones(3, 1, dtype=p.dtype),
     "all gradients in one vector": lambda p: torch.cat([p.grad.view(-1), torch.ones(2)]).norm(),
@@ -177,13 +184,10 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "squares of a gradient": lambda p: p.grad.square().sum(),
     "all parameters": lambda p: nn.utils.get_total_norm([p]),
     "largest gradient": lambda p: p.grad.abs().max(),
+    "weights that are not zero": lambda p: p.count_nonzero(),
+    "smallest gradient as a norm": lambda p: torch.linalg.vector_norm(p.grad, -float("inf")),
     "a large gradient": lambda p: (p.grad > 2).any(),
 }
-
-
-def _with_graph(compute: Callable[[], Any]) -> Any:
-    with torch.enable_grad():
-        return compute()
 
 
 @on_ranks(2)
