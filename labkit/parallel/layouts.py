@@ -66,12 +66,13 @@ def each_parameter(module: nn.Module) -> list[nn.Parameter]:
     For every step: layers may have changed since the last one.
     """
     modules: list[nn.Module | None] = [module]
-    by_id: dict[int, nn.Parameter] = {}
+    parameters: list[nn.Parameter | None] = []
     for each in modules:
         if each is not None:
             modules += each._modules.values()
-            by_id |= {id(p): p for p in each._parameters.values() if p is not None}
-    return [*by_id.values()]
+            parameters += each._parameters.values()
+    # By identity: a tensor's hash is a function in Python.
+    return [*{id(p): p for p in parameters if p is not None}.values()]
 
 
 def find_layout(parameter: Tensor, group: dist.ProcessGroup) -> Layout:

@@ -165,7 +165,7 @@ def check_indices(name: str, indices: Tensor, rows: int) -> None:
     if indices.is_cuda:
         assert_async(((indices >= 0) & (indices < rows)).all())
         return
-    low, high = indices.aminmax()
+    low, high = (int(bound) for bound in indices.aminmax())
     if low < 0 or high >= rows:
         raise ValueError(f"expected {name} from 0 to {rows - 1}, got {low} to {high}")
 
