@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.parallel.cut_tensors import ELEMENTWISE, CutGradient
+from labkit.parallel.cut_tensors import ELEMENTWISE, CutGradient, CutParameter
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.gradients import clip_grad_norm_
 from labkit.parallel.losses import IGNORED
@@ -108,7 +108,10 @@ def test_parity() -> list[str]:
 
 @on_ranks(2)
 def test_elementwise_optimizers() -> list[str]:
-    """They get ordinary tensors, which are faster; clipping in a closure gets all ranks' norm."""
+    """They get ordinary tensors, which are faster; clipping in a closure gets all ranks' norm.
+
+    Nor are passes of labkit's layers slowed down by questions of what they do with a part.
+    """
     wrong = []
     shape = dataclasses.replace(SHAPE, n_layers=1)
     for kind in ELEMENTWISE:
@@ -125,6 +128,8 @@ def test_elementwise_optimizers() -> list[str]:
         seen = mock.Mock(side_effect=AssertionError(f"{kind.__name__}: an operator of the step"))
         with mock.patch.object(CutGradient, "__torch_function__", seen):
             optimizer.step()
+        with mock.patch.object(CutParameter, "__torch_function__", seen):
+            cut(TOKENS, TARGETS).backward()
     return wrong
 
 
