@@ -25,14 +25,16 @@ def recursive_doubling_all_reduce(vector: Tensor, call: Call, divisor: int) -> N
 
     log2 q messages in a row, n log2 q bytes sent per rank (Thakur 2005).
     """
-    partners = find_partners(call.rank, call.world_size)
-    rounds = [_fold(vector, call, inward=True)]
+    p = call.world_size
+    partners = find_partners(call.rank, p)
+    rounds = []
     for partner in partners:
         by = divisor if partner == partners[-1] else 1
         rounds.append([Transfer(vector, partner, vector, partner, add=True, divisor=by)])
-    if not partners:  # a rank that is folded in has no transfer in as many rounds
-        rounds += [[] for _ in find_partners(0, call.world_size)]
-    rounds.append(_fold(vector, call, inward=False))
+    if len(power_of_two_ranks(p)) < p:
+        if not partners:  # a rank that is folded in has no transfer in as many rounds
+            rounds = [[] for _ in find_partners(0, p)]
+        rounds = [_fold(vector, call, inward=True), *rounds, _fold(vector, call, inward=False)]
     call.run(rounds)
 
 
