@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ MAY_FIT_RISK = 0.5
 FAR = 4.0
 # Standard deviations from the middle of a normal distribution to an end of its 90%.
 SIGMAS = 1.645
+_normal_cdf = np.vectorize(NormalDist().cdf, otypes=[float])
 # Groups of parts that add up to the step.
 SUMS = {
     "compute": ("gemm_s", "attention_s", "elementwise_s", "head_s"),
@@ -87,9 +89,8 @@ class Predictions:
         limit = FITS_SHARE * self.runs.memory_gib
         end = np.where(limit > self.peak_gib, self.peak_high, self.peak_low)
         width = np.maximum(np.abs(np.log(end / self.peak_gib)), 1e-6)
-        sigmas = SIGMAS * np.log(limit / self.peak_gib) / width
-        # A logistic curve in the place of the normal one, exact at 0 and at 1.645.
-        return 1 / (1 + np.exp(1.79 * np.clip(sigmas, -20, 20)))
+        sigmas = SIGMAS * np.log(self.peak_gib / limit) / width
+        return _normal_cdf(sigmas)
 
     @cached_property
     def fits(self) -> Flags:

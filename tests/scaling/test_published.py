@@ -149,6 +149,14 @@ def test_memory(published, predictions):
     assert np.nanmedian(np.abs(1 / scale - 1)[is_first]) < 0.07
 
 
+def test_the_risk_of_running_out_of_memory_is_that_of_a_normal_peak(published, predictions):
+    limit = FITS_SHARE * published.memory_gib
+    is_below = predictions.peak_gib < limit
+    # The limit is midway, in the logarithm, between the middle and the end of the interval.
+    midway = replace(predictions, peak_high=limit**2 / predictions.peak_gib)
+    assert midway.out_of_memory[is_below] == pytest.approx(0.2054, abs=1e-3)
+
+
 def test_every_constant_has_a_source():
     constants = read_constants()
     assert len({constant.name for constant in constants}) == len(constants)
