@@ -183,7 +183,7 @@ def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
     aligned = np.where(runs.head_dim % 8 == 0, 1.0, runs["unaligned_rate"])
     rate = _large_matmul_flops(runs) * aligned
     matmuls = flops * (forwards + 2) * (1 + runs["gemm_k"] / runs.head_dim) / rate
-    moved = scores * runs.heads * (11 * forwards + 17) * runs["score_traffic"]
+    moved = scores * runs.heads * (11 * forwards + 17)
     unfused = matmuls + moved / _memory_bytes_per_s(runs)
     return np.where(runs["unfused_attention"] > 0, unfused, tiled) * runs["attention_slowdown"]
 
