@@ -192,8 +192,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
         return f"Slower than predicted: the step takes {factor:.1f} times as long."
     # An interval may hold nearly everything, as that of a framework without published runs.
     if reached and diagnosis.mfu < BELOW * reached[0]:
-        least, most = (mfu / diagnosis.mfu for mfu in reached)
-        return f"Slower than runs like yours: {least:.1f} to {most:.1f} times their time per step."
+        times = " to ".join(dict.fromkeys(f"{mfu / diagnosis.mfu:.1f}" for mfu in reached))
+        return f"Slower than runs like yours: {times} times their time per step."
     if other:
         factor = expected.step_s / other.step_s
         return f"The layout is slow: another one is predicted to be {factor:.1f} times as fast."
@@ -215,10 +215,9 @@ def _headline(diagnosis: Diagnosis) -> str:
         f" ({format_seconds(expected.step_s)} per step)."
     ]
     if diagnosis.neighbor_mfu:
-        least, most = diagnosis.neighbor_mfu
-        sentences.append(
-            f"Published runs like yours reach {100 * least:.0f} to {100 * most:.0f}% MFU."
-        )
+        # One number if the least and the largest are the same.
+        reached = " to ".join(dict.fromkeys(f"{100 * mfu:.0f}" for mfu in diagnosis.neighbor_mfu))
+        sentences.append(f"Published runs like yours reach {reached}% MFU.")
     other = diagnosis.other_layout
     if other:
         factor = expected.step_s / other.step_s
