@@ -39,6 +39,11 @@ def reference_flop(sequence: int, head_dim: int) -> float:
     return 16.0 * sequence**2 * head_dim
 
 
+def affordable_heads(n_heads: int, sequence: int, head_dim: int) -> int:
+    """Return how many heads, one at least, are compared where float64 is slow."""
+    return min(n_heads, max(1, int(MAX_REFERENCE_FLOP / reference_flop(sequence, head_dim))))
+
+
 class AttentionProblem:
     """Inputs q, k, v and the gradient of the output, normal, from a seed.
 
@@ -180,7 +185,7 @@ def _heads_to_compare(problem: AttentionProblem) -> Tensor:
     n_heads = math.prod(problem.q.shape[:-2])
     count = n_heads
     if problem.q.is_cuda and torch.cuda.get_device_capability(problem.q.device) not in FLOAT64_GPUS:
-        count = min(n_heads, max(1, int(MAX_REFERENCE_FLOP / reference_flop(sequence, head_dim))))
+        count = affordable_heads(n_heads, sequence, head_dim)
     # From the last, whose elements are furthest from the beginning: offsets overflow there.
     return torch.linspace(n_heads - 1, 0, count, dtype=torch.float64).round().long()
 

@@ -3,6 +3,7 @@ fails."""
 
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from labkit.nn import attention_problem
 from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import ROWS_AT_ONCE, AttentionProblem, Passes, check
+from labkit.studies.attention.worker import FLOAT64_FLOP_PER_S, AttentionPoint
 from tests.cases import thinned
 
 LONG = ROWS_AT_ONCE + 37
@@ -125,3 +127,18 @@ def test_a_gpu_with_few_units_for_float64_compares_the_last_and_some_other_heads
     assert check(few, results)[1] is None
     results[2][4, 7] += 1
     assert "gradient of k, sequence 4, row 7" in check(few, results)[1]
+
+
+@pytest.mark.parametrize(("sequence", "n_heads"), [(512, 64), (4096, 11), (65536, 1)])
+def test_heads_that_such_a_gpu_compares_are_few_and_planned(sequence, n_heads, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    q = SimpleNamespace(shape=(64, sequence, 128), is_cuda=True, device="cuda:0")
+    heads = attention_problem._heads_to_compare(SimpleNamespace(q=q)).tolist()
+    assert heads[0] == 63
+    assert len(set(heads)) == len(heads) == n_heads
+    point = AttentionPoint(
+        batch=64, sequence=sequence, head_dim=128, device="cuda", implementations=("tiled",)
+    )
+    flop = n_heads * 16 * sequence**2 * 128  # eight matmuls per head
+    check_s = point.planned_s - super(AttentionPoint, point).planned_s
+    assert check_s == pytest.approx(flop / FLOAT64_FLOP_PER_S)

@@ -21,9 +21,9 @@ from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, RESERVED, unavailable_reason
 from labkit.nn.attention_problem import (
-    MAX_REFERENCE_FLOP,
     AttentionProblem,
     Passes,
+    affordable_heads,
     check,
     reference_flop,
 )
@@ -83,8 +83,8 @@ class AttentionPoint(SessionPoint):
         check_s = 0.0
         if self.device == "cuda":  # on a CPU, Triton's kernel is not run
             slow = SLOW_AT_FIRST
-            flop = self.batch * reference_flop(self.sequence, self.head_dim)
-            check_s = min(flop, MAX_REFERENCE_FLOP) / FLOAT64_FLOP_PER_S
+            heads = affordable_heads(self.batch, self.sequence, self.head_dim)
+            check_s = heads * reference_flop(self.sequence, self.head_dim) / FLOAT64_FLOP_PER_S
         n_compiled = len({*slow} & {*self.implementations})
         return super().planned_s + COMPILE_S * n_compiled + check_s
 
