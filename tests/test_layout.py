@@ -258,7 +258,7 @@ def test_notebooks_are_clean_and_thin(path):
 
 CUDA_BRANCH = re.compile(
     r"torch\.cuda\.|\.is_cuda\b|@triton\.jit|has_triton\(\)"
-    r'|(type|\bdevice) [!=]= "(cuda|cpu)"|== "nccl"'
+    r'|(type|\bdevice) [!=]= "(cuda|cpu)"|(starts|ends)with\("cuda"\)|== "nccl"|"nccl:'
 )
 EXECUTED_BY = ("interpreter", "compiled", "mock", "made up", "**nothing**", "names from")
 
