@@ -1,7 +1,7 @@
 """A CUDA device that is not here: main memory that says it is on the GPU.
 
-Tensors of tagged storages answer `cuda`, and an operator that would mix devices raises as CUDA's
-would. Not seen: CUPTI, allocator counters, numerics, launches, the inside of a backward pass.
+Storages are tagged with where they are. Their tensors answer `cuda`, and an operator that would mix
+devices raises as CUDA's would. Not seen: CUPTI, allocator counters, numerics, launches.
 """
 
 import itertools
@@ -21,12 +21,12 @@ PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132
 )
 # CUDA lets a scalar of the CPU into element-wise operators, not into these.
-NO_SCALARS = {"stack", "cat", "concat", "hstack", "vstack"}
-NO_SCALARS |= {"bmm", "mm", "matmul", "linear", "embedding", "conv2d"}
+NO_SCALARS = {"stack", "cat", "bmm", "mm", "matmul", "linear", "embedding", "conv2d"}
+NO_SCALARS |= {"grad", "backward"}
 # These cross from one device to another, or only look at a tensor.
-CROSSING = {"copy_", "__setitem__", "__getitem__", "set_", "_foreach_copy_", "equal", "__set__"}
-CROSSING |= {"type_as", "_has_compatible_shallow_copy_type", "is_same_size"}
-OF_THE_SAME_STORAGE = {"grad", "data", "T", "mT"}
+CROSSING = {"copy_", "_foreach_copy_", "__getitem__", "__setitem__", "__set__"}
+CROSSING |= {"_has_compatible_shallow_copy_type"}
+OF_THE_SAME_STORAGE = {"grad", "data", "T"}
 # By these the CPU waits for a GPU to have computed a value; `READ` lists what it has read.
 READING = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
 READ: list[str] = []
@@ -37,21 +37,25 @@ class MixedDevices(RuntimeError):
 
 
 def is_on_gpu(tensor):
+    # A backward pass is run by C++, which tags nothing: what has no tag there is a gradient.
+    is_gradient = torch._C._current_graph_task_id() != -1
     with torch._C.DisableTorchFunction():
-        return not isinstance(tensor, FakeTensor) and hasattr(tensor.untyped_storage(), "is_on_gpu")
+        # A fake tensor knows its own device.
+        is_real = not isinstance(tensor, FakeTensor)
+        return is_real and getattr(_storage(tensor), "is_on_gpu", is_gradient)
 
 
-def _put_on_gpu(result):
+def _tag(result, is_there):
     with torch._C.DisableTorchFunction():
         for tensor in tree_leaves(result):
-            # A fake tensor knows its own device.
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
-                tensor.untyped_storage().is_on_gpu = True
+                _storage(tensor).is_on_gpu = is_there
     return result
 
 
-def _is_gpu(device):
-    return torch.device("cuda" if isinstance(device, int) else device).type == "cuda"
+def _storage(tensor):
+    # A DTensor is where its rows of this rank are.
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 def _note_reading(name, args):
@@ -62,11 +66,8 @@ def _note_reading(name, args):
 
 class PretendedDevice(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)  # which needs a driver
+        kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
-        if name == "pin_memory":
-            return args[0]
         _note_reading(name, args)
         if name == "__get__":
             return self._attribute(function, getattr(function.__self__, "__name__", ""), args)
@@ -78,16 +79,14 @@ class PretendedDevice(TorchFunctionMode):
         if name in ("numpy", "__array__") and is_on_gpu(tensors[0]):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         there = [is_on_gpu(tensor) for tensor in tensors]
-        if (device := kwargs.get("device")) is not None:
-            if torch.device(device).type == "meta":
+        if kwargs.get("device") is not None:
+            kind = torch.device(kwargs["device"]).type
+            if kind == "meta":
                 return function(*args, **kwargs)
-            result = function(*args, **kwargs | {"device": "cpu"})
-            return _put_on_gpu(result) if _is_gpu(device) else result
-        if torch._C._current_autograd_node() is None:
-            self._check(name, tensors, there)
+            return _tag(function(*args, **kwargs | {"device": "cpu"}), kind == "cuda")
+        self._check(name, tensors, there)
         result = function(*args, **kwargs)
-        is_there = any(there[:1] if name in CROSSING - {"type_as"} else there)
-        return _put_on_gpu(result) if is_there else result
+        return _tag(result, any(there[:1] if name in CROSSING else there))
 
     def _attribute(self, function, attribute, args):
         tensor, *_ = args
@@ -97,7 +96,7 @@ class PretendedDevice(TorchFunctionMode):
         if attribute == "device" and there:
             return torch.device("cuda", 0)
         result = function(*args)
-        return _put_on_gpu(result) if there and attribute in OF_THE_SAME_STORAGE else result
+        return _tag(result, there) if attribute in OF_THE_SAME_STORAGE else result
 
     def _moved(self, name, tensor, *rest, copy=False, **options):
         """`Tensor.to`, `Tensor.cpu` and `Tensor.cuda`."""
@@ -111,7 +110,7 @@ class PretendedDevice(TorchFunctionMode):
             if rest and isinstance(rest[0], torch.Tensor):
                 target = is_on_gpu(rest[0])
             result = tensor.to(dtype or tensor.dtype, copy=copy or target != is_there)
-        return _put_on_gpu(result) if target else result
+        return _tag(result, target)
 
     def _check(self, name, tensors, there):
         if name == "__getitem__" and there[:1] == [False] and any(there):
@@ -184,28 +183,18 @@ def _use_stream(stream):
 
 _AUTOCAST = torch.autocast
 _GENERATOR = torch.Generator
+_RUN_BACKWARD = torch.autograd._engine_run_backward
 
 
-class _Generator(_GENERATOR):
+class _Generator(_GENERATOR):  # a class, since annotations name it
     def __new__(cls, device="cpu"):
         return _GENERATOR()
 
 
-def _grad(outputs, inputs, grad_outputs=None, retain_graph=False, create_graph=False, **options):
-    """`torch.autograd.grad` without its own look at devices, which C++ does not know of."""
-    outputs, inputs, seeds = map(tree_leaves, (outputs, inputs, grad_outputs))
-    seeds = [
-        torch.ones_like(out) if seed is None else seed
-        for out, seed in zip(outputs, seeds, strict=True)
-    ]
-    if [is_on_gpu(out) for out in outputs] != [is_on_gpu(seed) for seed in seeds]:
-        raise MixedDevices("grad: outputs and their gradients should be on the same device")
-    flags = (bool(retain_graph), create_graph)
-    unused = bool(options.get("allow_unused"))
-    gradients = torch.autograd.graph._engine_run_backward(
-        tuple(outputs), tuple(seeds), *flags, tuple(inputs), unused, accumulate_grad=False
-    )
-    return [_put_on_gpu(g) if is_on_gpu(x) else g for g, x in zip(gradients, inputs, strict=True)]
+def _run_backward(*args, **options):
+    """Run a backward pass in which hooks and functions in Python see the pretended device, too."""
+    with PretendedDevice():
+        return _RUN_BACKWARD(*args, **options)
 
 
 _COUNTED = itertools.count(2**20, 4096)  # allocator counters grow: no two moments are alike
@@ -243,8 +232,7 @@ def pretended_gpu():
         mock.patch.multiple(torch.cuda, **ANSWERS),
         mock.patch.object(torch, "autocast", lambda _, **options: _AUTOCAST("cpu", **options)),
         mock.patch.object(torch, "Generator", _Generator),
-        mock.patch.object(torch.autograd, "grad", _grad),
-        mock.patch.object(torch.Tensor, "backward", torch.autograd.backward),
+        mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward),
         mock.patch.object(torch.Tensor, "record_stream", lambda x, stream: stream.reads(x)),
         PretendedDevice(),
     ):

@@ -96,8 +96,11 @@ def test_a_step_over_nccl(wrap, expected):
         for name, (module, function) in COLLECTIVES.items():
             patch.setattr(module, function, _logged(name, getattr(module, function), numbers))
         Stream.log.clear()
+        # by its module: a rank gets copies of what a check names itself
+        pretended_cuda.READ.clear()
         wrapper(x).sum().backward()
     assert "\n".join(Stream.log) == expected.strip()
+    assert pretended_cuda.READ == [], "the CPU waits for the GPU"
 
 
 def _transformer():
@@ -140,7 +143,6 @@ def test_the_cpu_reads_nothing(make_step, n_reads):
     with pretended_gpu():
         step = make_step(torch.arange(32, device="cuda").view(2, 16) % 16)
         step()
-        # by its module: a rank gets copies of what a check names itself
         pretended_cuda.READ.clear()
         step()
     assert len(pretended_cuda.READ) == n_reads, pretended_cuda.READ

@@ -34,6 +34,16 @@ def _tiles(kernel):
     return tiles_for(kernel, dtype=CASE.dtype, head_dim=HEAD_DIM, capability=(9, 0))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_known_of_this_h100(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
+    usable_tiles.cache_clear()
+    yield
+    usable_tiles.cache_clear()
+    flash_launch._autotuned.cache_clear()
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Names and grids of kernels that are compiled for sm_90, and launched nowhere."""
@@ -60,15 +70,9 @@ def launches(monkeypatch):
     )
     monkeypatch.setattr(driver, "_active", there)
     monkeypatch.setattr(flash_attention, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
     monkeypatch.setattr(flash_checks, "remembered_fault", lambda case, tile: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
-    flash_launch._autotuned.cache_clear()
-    usable_tiles.cache_clear()
-    yield launched
-    flash_launch._autotuned.cache_clear()
-    usable_tiles.cache_clear()
+    return launched
 
 
 def test_every_kernel_is_tuned_compiled_and_launched(launches):
@@ -106,13 +110,10 @@ def child(monkeypatch, tmp_path):
         return started
 
     monkeypatch.setattr(flash_checks.subprocess, "Popen", started)
-    monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
     monkeypatch.setattr(flash_checks, "driver_version", lambda: "580.1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    yield run
-    usable_tiles.cache_clear()
+    return run
 
 
 def test_a_tile_that_never_returns_is_left_out_and_not_tried_again(child, monkeypatch):
