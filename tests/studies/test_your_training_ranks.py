@@ -66,6 +66,21 @@ def test_parameters_without_a_gradient_are_no_obstacle_to_wrappers():
     assert "experts.2.weight" in failing["zero1"]
 
 
+def sensitive():
+    """A training whose second gradient shows how the first step was rounded."""
+    model = nn.Linear(64, 4, bias=False)
+    loss = lambda model, x: 5e-6 * (2e5 * model(x)).sin().mean()  # noqa: E731
+    batches = [torch.randn(4, 64) for _ in range(3)]
+    return model, batches, loss, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@on_ranks(3)
+def test_strategies_may_differ_as_much_as_rounding_makes_one_process_differ():
+    rows = rows_on_ranks(sensitive)
+    assert {row["status"] for row in rows if "error" in row} == {"ok"}
+    assert max(row["error"] for row in rows if "error" in row) > 0
+
+
 class Local(nn.Module):
     """A wrapper that averages nothing."""
 

@@ -203,29 +203,37 @@ class Reference:
 
         `error` is the largest of any rank. A collective.
         """
-        errors: list[float] = []
+        errors = self.errors(parameters)
         deviations: list[Deviation | None] = []
-        for name in self.expected:
-            error, deviation = self._compare(parameters.get(name), name)
-            errors.append(error)
+        for name, error in errors.items():
+            deviation = None
+            if error > PARAMETER_TOLERANCE:
+                deviation = self._worst_element(parameters.get(name), name)
             deviations.append(deviation)
         wrong = describe_first(list(self.expected), deviations)
-        return {"error": max_over_ranks(max(errors)), **status_columns(wrong)}
+        return {"error": max_over_ranks(max(errors.values())), **status_columns(wrong)}
 
-    def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation | None]:
-        """Return the relative error of a parameter, and its worst element if that is wrong."""
+    def errors(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the relative error of each parameter, infinite for a missing one and for NaN."""
+        errors = {}
+        for name, expected in self.expected.items():
+            actual = parameters.get(name)
+            errors[name] = math.inf
+            if actual is None or actual.shape != expected.shape:
+                continue
+            difference = largest(actual - expected)
+            if difference == 0:
+                errors[name] = 0.0
+            # A parameter that no step should change has the scale 0.
+            elif self.scales[name] and not math.isnan(difference):
+                errors[name] = difference / self.scales[name]
+        return errors
+
+    def _worst_element(self, actual: Tensor | None, name: str) -> Deviation:
         expected = self.expected[name]
-        scale = self.scales[name]
         if actual is None or actual.shape != expected.shape:
-            return math.inf, MISSING
-        difference = largest(actual - expected)
-        error = difference / scale if scale else math.inf
-        # A parameter that no step should change has the scale 0.
-        if difference == 0:
-            error = 0.0
-        if math.isnan(error):
-            error = math.inf
-        return error, furthest(actual, expected) if error > PARAMETER_TOLERANCE else None
+            return MISSING
+        return furthest(actual, expected)
 
 
 def train_in_one_process(

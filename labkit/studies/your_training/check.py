@@ -111,15 +111,20 @@ def rounding_error(
     """
     errors = []
     for seed in range(ROUNDINGS):
-        generator = torch.Generator().manual_seed(seed)
         with restored(loop.training.model):
-            for parameter in loop.training.model.parameters():
-                signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
-                unit = max(torch.finfo(one).eps for one in (parameter.dtype, DTYPES[precision]))
-                parameter.data += unit / 2 * signs.to(parameter) * parameter.data
+            round_otherwise(loop.training.model, seed, precision=precision)
             _, actual = loop.gradients(batch)
         errors.append(gradient_error(actual, expected, is_exact=precision == "float32"))
     return max(errors)
+
+
+def round_otherwise(model: nn.Module, seed: int, *, precision: str = "float32") -> None:
+    """Move each parameter by half a unit in the last place, up or down by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+        unit = max(torch.finfo(one).eps for one in (parameter.dtype, DTYPES[precision]))
+        parameter.data += unit / 2 * signs.to(parameter) * parameter.data
 
 
 def gradient_error(

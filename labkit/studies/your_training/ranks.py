@@ -5,6 +5,7 @@ parameters after two steps are those of one process that trains on the batches o
 """
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,10 +27,21 @@ from labkit.parallel.data_parallel import wrap as wrap_data_parallel
 from labkit.parallel.sharding import whole_parameters
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time
-from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
+from labkit.studies.shared.checks import (
+    PARAMETER_TOLERANCE,
+    STEPS,
+    Reference,
+    train_in_one_process,
+)
 from labkit.studies.shared.held import held_bytes
 from labkit.studies.shared.sharding_strategies import shard
-from labkit.studies.your_training.check import first_batch, is_random
+from labkit.studies.your_training.check import (
+    ROUNDING_MARGIN,
+    ROUNDINGS,
+    first_batch,
+    is_random,
+    round_otherwise,
+)
 from labkit.studies.your_training.loop import Loop, taking_turns
 from labkit.studies.your_training.setup import SetupError, Training, check_first_step
 
@@ -185,14 +197,20 @@ class Rank:
         eps = EPS_SHARE * max(largest(one) for one in gradients.values())
         plan = OptimizerPlan.of(yours.training, eps)
         has_random = is_random(yours, batches[0], seed)
-        # A fresh one: the gradients above have moved running statistics.
-        fresh = make()
-        fresh.model.train(fresh.model.training and not has_random)
-        workloads = [
-            Workload(lambda: fresh.model, partial(_loss, fresh, batch, weight))
-            for batch, weight in zip(batches, weights, strict=True)
-        ]
-        reference = train_in_one_process(workloads, plan.build)
+
+        def train(seed: int | None = None) -> Reference:
+            # A fresh one: the gradients above have moved running statistics.
+            fresh = make()
+            fresh.model.train(fresh.model.training and not has_random)
+            if seed is not None:
+                round_otherwise(fresh.model, seed)
+            workloads = [
+                Workload(lambda: fresh.model, partial(_loss, fresh, batch, weight))
+                for batch, weight in zip(batches, weights, strict=True)
+            ]
+            return train_in_one_process(workloads, plan.build)
+
+        reference = allow_rounding(train(), [train(seed) for seed in range(ROUNDINGS)])
         return Rank(
             make=make,
             batch=batches[number],
@@ -235,6 +253,19 @@ class Rank:
         self.plan.reset(loop.training.optimizer)
         model.train(mode)
         return columns | held
+
+
+def allow_rounding(reference: Reference, rounded: Iterable[Reference]) -> Reference:
+    """Return the reference with the tolerance that its own rounding asks for.
+
+    `rounded` are the same training from parameters that are rounded otherwise.
+    """
+    errors = [reference.errors(one.expected) for one in rounded]
+    # Infinite: a parameter that no step changes differs by its rounding alone.
+    worst = max(error for of_one in errors for error in of_one.values() if error < math.inf)
+    factor = max(1.0, ROUNDING_MARGIN * worst / PARAMETER_TOLERANCE)
+    scales = {name: factor * scale for name, scale in reference.scales.items()}
+    return replace(reference, scales=scales)
 
 
 def _loss(training: Training, batch: Any, weight: float, model: nn.Module) -> Tensor:
