@@ -404,6 +404,31 @@ def test_an_interval_without_0_says_why_no_difference_is_shown(
     assert bool(reason) == (said != NO_DIFFERENCE_SHOWN)
 
 
+def test_nothing_is_compiled_in_a_timed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def time_steps(actions: dict[str, Any], **_: Any) -> dict[str, list[float]]:
+        before = len(compiled)
+        for _ in range(4):
+            actions["torch.compile"]()
+        assert len(compiled) == before > 0
+        return {name: [1.0] for name in actions}
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr("labkit.studies.your_training.changes.no_compiler_reason", lambda _: None)
+    monkeypatch.setattr("labkit.studies.your_training.worker.time_interleaved", time_steps)
+    # Four rows, four, and two.
+    rows_of_data: Any = list(torch.randn(10, 8))
+    loader = DataLoader(rows_of_data, batch_size=4)
+    point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1, changes=("torch.compile",))
+    rows = list(measure(point, lambda: linear(loader)))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+
+
 def test_a_loader_of_workers_gives_the_same_batches() -> None:
     training = build(load_setup(f"{FOLDER / 'images'}.py"))
     loader = apply(training, ["loader workers"]).training.batches

@@ -5,6 +5,7 @@ with loop.turn():
     loop.take_batch(); loop.forward(); loop.backward(); loop.update()     # or loop.step()
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -118,6 +119,17 @@ class Loop:
         self.forward()
         self.backward()
         self.update()
+
+    def run_epoch(self, most_s: float) -> None:
+        """Run the steps of an epoch, or as many as fit into some seconds."""
+        end = time.perf_counter() + most_s
+        for batch in self.training.batches:
+            self.use(batch)
+            self.forward()
+            self.backward()
+            self.update()
+            if time.perf_counter() > end:
+                break
 
     @property
     def parts(self) -> dict[str, Callable[[], Any]]:

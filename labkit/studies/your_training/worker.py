@@ -17,7 +17,7 @@ from labkit.lab.point import TimedPoint
 from labkit.studies.shared.alternatives import describe_failure, sum_rounds
 from labkit.studies.your_training.arguments import default_batch, find_batches, measure_values
 from labkit.studies.your_training.attention import attention_rows
-from labkit.studies.your_training.changes import CHANGES, apply
+from labkit.studies.your_training.changes import CHANGES, COMPILE, apply
 from labkit.studies.your_training.check import compare_results
 from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import PARTS, Loop, taking_turns
@@ -44,6 +44,8 @@ TURN_S = 0.05
 MAX_CALLS = 20
 # Seconds for which lines are sampled: a thousand samples.
 LINES_S = 1.0
+# Seconds of an epoch whose end the timed steps may reach.
+LONGEST_EPOCH_S = 5.0
 # Seconds that a plan allows for compiling, once alone and once with all that pay.
 COMPILE_S = 20.0
 Setup = Callable[..., Any]
@@ -70,7 +72,7 @@ class YourTrainingPoint(TimedPoint):
 
     @property
     def planned_s(self) -> float:
-        return super().planned_s + COMPILE_S * ("torch.compile" in self.changes)
+        return super().planned_s + COMPILE_S * (COMPILE in self.changes)
 
 
 def measure(point: YourTrainingPoint, setup: Setup | None = None) -> Iterator[dict[str, Any]]:
@@ -168,6 +170,9 @@ class Bench:
         try:
             changed = apply(self.build(), names)
             checked = compare_results(yours, changed, precision=precision, seed=self.point.seed)
+            if COMPILE in names:
+                # The last batch is smaller, and compiled when it first comes.
+                changed.run_epoch(LONGEST_EPOCH_S)
             seconds = self._time(label, yours, changed)
         except SetupError as error:
             yield {"change": label, "status": "failed", "reason": str(error)}
