@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from labkit.lab.commands.console import answer_numbers, err, number, out, print_json, progress
+from labkit.lab.commands.console import (
+    answer_numbers,
+    err,
+    number,
+    out,
+    print_json,
+    progress,
+    run_validity,
+)
 from labkit.lab.config import ParameterError, parse_assignments
 from labkit.lab.project import path_from_here
 
@@ -138,9 +146,9 @@ def numbers(run: "Run", since_baseline: "TrainingChange | None") -> Iterator[dic
     from labkit.studies.your_training.lab import LAB, parts
 
     at = run.header.started
+    facts: dict[str, Any] = {"validity": run_validity(run), "measured": at}
     for row in parts(run.results()).to_dict("records"):
-        ends = {"low": row["low"], "high": row["high"]}
-        yield number(row["part"], row["seconds"], "s", **ends, measured=at)
+        yield number(row["part"], row["seconds"], "s", low=row["low"], high=row["high"], **facts)
     yield from answer_numbers(LAB, run)
     if since_baseline is None:
         return

@@ -139,7 +139,17 @@ def test_the_command_saves_a_baseline_and_ends_with_status_3_if_a_step_is_slower
     assert ratios["backward since the baseline"]["validity"] == "slower"
     assert ratios["input since the baseline"]["validity"] == NO_DIFFERENCE_SHOWN
     assert ratios["your_training.changes"]["verdict"] == "yes"
+    assert ratios["your_training.changes"]["value"] < 1
+    assert ratios["your_training.step"]["value"] is None  # a part, and no ratio
     assert document["found"]["optimizer"] == "AdamW"
+
+
+def test_numbers_of_a_busy_run_say_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(Run, "busy", {"point": "another program"})
+    document = json.loads(carry_out(monkeypatch, run_of(tmp_path, 1), "--json").stdout)
+    assert {one["validity"] for one in document["numbers"] if one["value"] is not None} == {
+        "busy during 1 of 3 points: another program"
+    }
 
 
 def test_a_training_whose_rank_dies_is_a_line_and_status_1(monkeypatch, tmp_path):

@@ -247,6 +247,14 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
+def run_validity(run: "Run") -> str:
+    """Return "ok", or what disturbed the numbers of a run."""
+    if not run.busy:
+        return "ok"
+    disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
+    return f"{disturbed}: {next(iter(run.busy.values()))}"
+
+
 def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
     """Yield the effect of each question of a run, that over all configurations, and all ratios."""
     from labkit.lab import wording
@@ -255,10 +263,6 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
     from labkit.lab.units import labels
 
     answers = lab.answers(run.results())
-    validity = "ok"
-    if run.busy:
-        disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
-        validity = f"{disturbed}: {next(iter(run.busy.values()))}"
     for question in lab.questions:
         answer = answers[question.id]
         headline = wording.headline(answer)
@@ -268,10 +272,12 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
         if answer.verdict == "not measured":
             yield number(name, None, validity=headline, **facts)
             continue
-        facts["validity"] = validity
+        facts["validity"] = run_validity(run)
         said: dict[str, Any] = {"verdict": answer.verdict, "headline": headline}
         said["notes"] = wording.notes(answer)
-        yield number(name, answer.effect, **facts, **said)
+        # 1 is that of an answer without a ratio, and of no difference.
+        effect = answer.effect if answer.effect != 1 else None
+        yield number(name, effect, **facts, **said)
         if isinstance(answer, Comparison) and answer.overall is not None:
             pooled = answer.overall
             over_all = f"{name}: over all {pooled.n} configurations"
