@@ -42,6 +42,7 @@ class Summary:
             gains,
             sdpa_gains,
         )
+        from labkit.studies.your_training.lab import LAB
         from labkit.studies.your_training.rank_tables import STRATEGY
 
         if not self._has_step:
@@ -64,7 +65,7 @@ class Summary:
         _print_arguments(self._console, run)
         _print_ranks(self._console, run)
         failures = [*CHANGE.failures(run.frame()), *ARGUMENT.failures(run.frame())]
-        failures += [*STRATEGY.failures(run.frame())]
+        failures += STRATEGY.failures(run.frame(), names=LAB.names)
         for note in failures:
             if note.status != "refused":
                 names = ", ".join(note.names)

@@ -201,9 +201,15 @@ class Metric:
         return list(winners.index[winners["log"] <= as_good])
 
     def failures(
-        self, frame: pd.DataFrame, among: Collection[Any] | None = None
+        self,
+        frame: pd.DataFrame,
+        among: Collection[Any] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> tuple[Note, ...]:
-        """Note alternatives (of `among`, if given) that are wrong or have no value."""
+        """Note alternatives (of `among`, if given) that are wrong or have no value.
+
+        `names` are those in sentences, where they differ from the alternatives' own.
+        """
         rows = self.matching(frame, with_missing=True)
         if among is not None:
             rows = rows[rows[self.compare].isin(among)]
@@ -213,8 +219,13 @@ class Metric:
         has_value = by_point[self.value].transform("count") > 0
         rows = rows[rows["reason"].notna() & ((rows["status"] == "wrong") | ~has_value)]
         groups = rows.groupby(["status", "reason"], sort=False)[self.compare]
+        said = names or {}
         notes = [
-            Note(status, str(reason), tuple(label(self.compare, name) for name in names.unique()))
-            for (status, reason), names in groups
+            Note(
+                status,
+                str(reason),
+                tuple(said.get(name) or label(self.compare, name) for name in alike.unique()),
+            )
+            for (status, reason), alike in groups
         ]
         return tuple(sorted(notes, key=lambda note: STATUSES.index(note.status)))
