@@ -38,7 +38,7 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
     """
     # Workers draw random numbers of their own: then inputs differ, and so do trained losses.
     batch, other_batch = (first_batch(loop.training, seed) for loop in (yours, changed))
-    draws_differently = largest_batch_difference(batch, other_batch) > 0
+    draws_differently = not are_equal(batch, other_batch)
     models = [loop.training.model for loop in (yours, changed)]
     modes = [model.training for model in models]
     if is_random(yours, batch, seed):
@@ -82,10 +82,7 @@ def trained_loss(loop: Loop, batch: Any) -> float:
     with restored(loop.training.model):
         # One batch again and again: its loss falls, and shows an update that is wrong.
         for _ in range(TRAINED_STEPS):
-            loop.use(batch)
-            loop.forward()
-            loop.backward()
-            loop.update()
+            loop.step_on(batch)
         loop.use(batch)
         with torch.no_grad():
             return float(loop.forward())
@@ -166,18 +163,9 @@ def is_random(loop: Loop, batch: Any, seed: int) -> bool:
     return losses[0] != losses[1]
 
 
-def largest_batch_difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two batches' tensors; infinite if their shapes differ."""
-    leaves = tree_leaves(one)
-    others = tree_leaves(other)
-    if len(leaves) != len(others):
-        return math.inf
-    difference = 0.0
-    for a, b in zip(leaves, others, strict=True):
-        # Words, paths and the like have no difference.
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            continue
-        if a.shape != b.shape:
-            return math.inf
-        difference = max(difference, largest(a.double() - b.double()))
-    return difference
+def are_equal(batch: Any, other: Any) -> bool:
+    """Return whether two batches have equal tensors; words, paths and the like do not count."""
+    tensors, others = (
+        [leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in (batch, other)
+    )
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))

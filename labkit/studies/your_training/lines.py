@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -36,27 +36,10 @@ SAMPLED_PARTS = (INPUT, FORWARD, OPTIMIZER)
 # Share of a line's operators, by time, without a path to the loss. A line above it computes
 # nothing that trains.
 UNUSED_SHARE = 0.9
-Seconds = defaultdict[tuple[str, str], float]
+# Seconds of a thread by the part of a step, the line that runs, "train.py:31", and the line of the
+# loss or data set through which labkit's loop came to it; "" without a line of the reader's.
+Samples = defaultdict[tuple[str, str, str], float]
 _autograd: Any = torch.autograd  # its sequence numbers are not in its types
-
-
-@dataclass
-class StackSamples:
-    """Seconds of a thread by its place in the code, each time between two samples half to each.
-
-    Samples are rare while operators keep all cores busy, so their number would say too little.
-    """
-
-    innermost: Seconds = field(default_factory=lambda: defaultdict(float))
-    """By the part of a step and the line that runs, "train.py:31"; "" without one of the
-    reader's."""
-    outermost: Seconds = field(default_factory=lambda: defaultdict(float))
-    """By the line of the loss or data set through which labkit's loop came to it."""
-
-    def share(self, seconds: Seconds, part: str, line: str) -> float:
-        """Return the share of a part's time that a line has in `innermost` or `outermost`."""
-        total = sum(one for (of_part, _), one in self.innermost.items() if of_part == part)
-        return seconds[part, line] / total if total else 0.0
 
 
 def user_lines(frame: FrameType | None) -> list[str]:
@@ -71,9 +54,13 @@ def user_lines(frame: FrameType | None) -> list[str]:
 
 
 @contextmanager
-def sampled_stacks(loop: Loop) -> Iterator[StackSamples]:
-    """Look at the stack of the thread, which runs a loop, every `INTERVAL_S` during the block."""
-    samples = StackSamples()
+def sampled_stacks(loop: Loop) -> Iterator[Samples]:
+    """Look at the stack of the thread, which runs a loop, every `INTERVAL_S` during the block.
+
+    Each time between two samples counts half to each: samples are rare while operators keep all
+    cores busy, so their number would say too little.
+    """
+    samples: Samples = defaultdict(float)
     watched = threading.get_ident()
     is_over = threading.Event()
 
@@ -84,11 +71,10 @@ def sampled_stacks(loop: Loop) -> Iterator[StackSamples]:
         while not is_over.wait(INTERVAL_S):
             lines = user_lines(sys._current_frames().get(watched))
             now = time.perf_counter()
-            place = (loop.part, lines)
-            # Half to each end: a late sample would take all the time of the line before.
-            for part, its_lines in (last_place or place, place):
-                samples.innermost[part, its_lines[0]] += (now - last) / 2
-                samples.outermost[part, its_lines[-1]] += (now - last) / 2
+            place = (loop.part, lines[0], lines[-1])
+            # A late sample alone would take all the time of the line before.
+            for one in (last_place or place, place):
+                samples[one] += (now - last) / 2
             last = now
             last_place = place
 
@@ -225,17 +211,23 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
         reached |= {node._sequence_nr() for node in nodes}
         clock.run_backward(loop, nodes)
         loop.training.optimizer.zero_grad()
-    backward_s = sum(clock.backward_s.values()) or 1.0
+    seconds: defaultdict[Any, float] = defaultdict(float)
+    outermost_s: defaultdict[str, float] = defaultdict(float)
+    for (part, innermost, outermost), sampled_s in samples.items():
+        seconds[part] += sampled_s
+        seconds[part, innermost] += sampled_s
+        if part == FORWARD:
+            outermost_s[outermost] += sampled_s
+    backward_s = sum(clock.backward_s.values())
     unused = clock.unused_lines(reached)
-    sampled = {line for _, line in samples.innermost}
+    sampled = {innermost for _, innermost, _ in samples}
     for line in {*sampled, *clock.backward_s, *unused} - {""}:
-        row: dict[str, Any] = {
-            f"{part}_share": samples.share(samples.innermost, part, line) for part in SAMPLED_PARTS
-        }
-        row["line"] = line
-        row["backward_share"] = clock.backward_s[line] / backward_s
-        row["calls"] = math.ceil(clock.calls[line] / CLOCKED_PASSES)
+        row: dict[str, Any] = {"line": line, "calls": math.ceil(clock.calls[line] / CLOCKED_PASSES)}
+        # Without a sample of a part, none is its line's.
+        for part in SAMPLED_PARTS:
+            row[f"{part}_share"] = seconds[part, line] / (seconds[part] or 1.0)
+        row["backward_share"] = clock.backward_s[line] / (backward_s or 1.0)
         row["unused_share"] = 0.0
         if line in unused:
-            row["unused_share"] = samples.share(samples.outermost, FORWARD, line)
+            row["unused_share"] = outermost_s[line] / (seconds[FORWARD] or 1.0)
         yield row

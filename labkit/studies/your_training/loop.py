@@ -115,7 +115,11 @@ class Loop:
 
     def step(self) -> None:
         """Run one whole step, with its wait for input."""
-        self.take_batch()
+        self.step_on(self.take_batch())
+
+    def step_on(self, batch: Any) -> None:
+        """Run a step on this batch."""
+        self.use(batch)
         self.forward()
         self.backward()
         self.update()
@@ -124,10 +128,7 @@ class Loop:
         """Run the steps of an epoch, or as many as fit into some seconds."""
         end = time.perf_counter() + most_s
         for batch in self.training.batches:
-            self.use(batch)
-            self.forward()
-            self.backward()
-            self.update()
+            self.step_on(batch)
             if time.perf_counter() > end:
                 break
 

@@ -304,15 +304,15 @@ def share_batches(training: Training, rank: int, world_size: int) -> Training:
     is_shareable = isinstance(batches, DataLoader) and batches.batch_sampler is not None
     if is_shareable and isinstance(batches.sampler, RandomSampler | SequentialSampler):
         sampler = EveryOther(batches.batch_sampler, rank, world_size)
-        names = (
-            "collate_fn",
-            "pin_memory",
-            "timeout",
-            "worker_init_fn",
-            "generator",
-            "num_workers",
+        loader: Any = DataLoader(
+            batches.dataset,
+            batch_sampler=sampler,
+            collate_fn=batches.collate_fn,
+            pin_memory=batches.pin_memory,
+            timeout=batches.timeout,
+            worker_init_fn=batches.worker_init_fn,
+            generator=batches.generator,
+            num_workers=batches.num_workers,
         )
-        same: dict[str, Any] = {name: getattr(batches, name) for name in names}
-        loader = DataLoader(batches.dataset, batch_sampler=sampler, **same)
         return replace(training, batches=loader)
     return training
