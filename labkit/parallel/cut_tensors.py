@@ -173,6 +173,9 @@ def set_cut(tensor: Any, group: dist.ProcessGroup, dim: int | None) -> None:
 
 def _mark(name: str, result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Make results parts, too, if they are computed from parts element by element."""
+    if name == "grad":  # torch.autograd.grad(outputs, inputs)
+        _mark_gradients(result, args[1])
+        return
     results = [result]
     if not isinstance(result, Tensor):
         # Pieces of a part; not results of lists, as of `torch._foreach_add`.
@@ -195,6 +198,14 @@ def _mark(name: str, result: Any, args: Sequence[Any], options: Mapping[str, Any
         # Also an ordinary tensor that was changed in place, such as an average of gradients.
         each.__class__ = part.result_class
         set_cut(each, part.group, part.cut_dim if each.shape == part.shape else None)
+
+
+def _mark_gradients(gradients: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+    """Make gradients of parts parts, as in `grad`, for a penalty on them or a norm."""
+    for gradient, part in zip(gradients, inputs, strict=True):
+        if gradient is not None and isinstance(part, CutTensor):
+            gradient.__class__ = CutGradient
+            set_cut(gradient, part.group, part.cut_dim)
 
 
 def _is_marked(tensor: Tensor) -> bool:

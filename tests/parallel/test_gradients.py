@@ -182,6 +182,9 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "norm of an update": lambda p: (torch.zeros_like(p) + p.grad).norm(p=1),
     "norm of a gradient": lambda p: p.grad.norm(2),
     "squares of a gradient": lambda p: p.grad.square().sum(),
+    "norm of a gradient that is returned": lambda p: _with_graph(
+        lambda: torch.autograd.grad((p**3).sum(), [p])
+    )[0].norm(),
     "all parameters": lambda p: nn.utils.get_total_norm([p]),
     "largest gradient": lambda p: p.grad.abs().max(),
     "weights that are not zero": lambda p: p.count_nonzero(),

@@ -399,9 +399,12 @@ def test_own_gradients() -> list[str]:
     model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
     for each, inside in ((one, one), (model, model.module)):
         loss = language_model_loss(each(tokens), targets)
-        chosen = [inside.norm.weight, inside.blocks[0].attention.q_norm.weight]
+        attention = inside.blocks[0].attention
+        # whole; applied to this rank's heads; cut, of which a penalty is over all parts
+        chosen = [inside.norm.weight, attention.q_norm.weight, attention.q.weight]
         first = torch.autograd.grad(loss, chosen, create_graph=True)
-        (loss + sum(grad.square().sum() for grad in first)).backward()
+        squares: Any = sum(grad.square().sum() for grad in first)
+        (loss + squares.sqrt()).backward()
     error = furthest(model.gather_state_dict(gradients(model)), gradients(one))
     if not error <= EXACT:
         wrong.append(f"second derivatives: {error}")
