@@ -78,7 +78,7 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(
         f"{name.removeprefix('linalg_')}() of a cut tensor would be that of this rank's part. Over"
         " all elements and under torch.no_grad(), norm(), sum(), max(), min(), any() and all() are"
-        " those of all parts; detach() gives this rank's part"
+        " those of all parts; as_subclass(torch.Tensor) gives this rank's part"
     )
 
 

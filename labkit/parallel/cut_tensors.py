@@ -31,7 +31,7 @@ from labkit.torch_private import DisableTorchFunctionSubclass
 # activations.
 _NEW = {f"new_{name}" for name in ("empty", "zeros", "ones", "full", "tensor")}
 _LIKE = {f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
-_ORDINARY = {*_NEW, *_LIKE, *LAYERS, "detach", "clone"}
+_ORDINARY = {*_NEW, *_LIKE, *LAYERS, "as_subclass"}
 
 
 def _without_dispatch(method: Any) -> Any:
@@ -62,6 +62,8 @@ class CutTensor(Tensor):
     """Whether it may be multiplied with an ordinary matrix, as in a model's forward pass."""
     result_class: type[Tensor]
     """Of what is computed from it, element by element."""
+    ordinary = {*_ORDINARY, "detach", "clone"}
+    """Functions of which results are ordinary tensors. State dicts have copies of parameters."""
 
     add_ = _without_dispatch(Tensor.add_)
     mul_ = _without_dispatch(Tensor.mul_)
@@ -79,16 +81,18 @@ class CutTensor(Tensor):
                     return call_on_all_parts(func, args, options)
                 check_call(name, args, options)
             result = func(*args, **options)
-            if isinstance(result, (Tensor, tuple, list)) and name not in _ORDINARY:
+            if isinstance(result, (Tensor, tuple, list)) and name not in cls.ordinary:
                 _mark(name, result, args, options)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # States of optimizers are loaded where there are no ranks.
-        return self.detach().__reduce_ex__(protocol)
+        with DisableTorchFunctionSubclass():
+            return self.detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return memo.setdefault(id(self), self.clone())
+        with DisableTorchFunctionSubclass():
+            return memo.setdefault(id(self), self.clone())
 
 
 CutTensor.result_class = CutTensor
@@ -99,6 +103,8 @@ class CutGradient(CutTensor):
 
     # The projection of a part, as GaLore and PowerSGD compute it, is not the whole's.
     is_factor = False
+    # Many programs add up the squares of `p.grad.detach().data.norm(2)`.
+    ordinary = _ORDINARY
 
 
 CutGradient.result_class = CutGradient

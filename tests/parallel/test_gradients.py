@@ -106,7 +106,6 @@ def test_torch_functions_on_cut_gradients() -> list[str]:
     """torch's own clipping of cut and replicated parameters has the norm of one process."""
     (cut, gain, *_), (matrix, whole_gain, *_) = make_parameters()
     assert type(cut.grad) is CutGradient
-    assert type(cut.grad.detach()) is type(cut.grad.clone()) is Tensor
     before = cut.grad.clone()
     (cut * matrix.chunk(2)[dist.get_rank()]).sum().backward()  # accumulates
     assert torch.equal(cut.grad, 2 * before)
@@ -181,6 +180,8 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "trust ratio by hand": lambda p: p.data.pow(2).sum().sqrt(),
     "norm of an update": lambda p: (torch.zeros_like(p) + p.grad).norm(p=1),
     "norm of a gradient": lambda p: p.grad.norm(2),
+    "norm of a gradient as of old": lambda p: p.grad.detach().data.norm(2),
+    "norm of a kept gradient": lambda p: p.grad.clone().norm(),
     "squares of a gradient": lambda p: p.grad.square().sum(),
     "norm of a gradient that is returned": lambda p: _with_graph(
         lambda: torch.autograd.grad((p**3).sum(), [p])
@@ -229,8 +230,9 @@ def test_reductions_that_are_right_are_those_of_one_process() -> None:
     torch.testing.assert_close(cut.grad.detach(), whole.grad.chunk(2)[rank])
     # what is computed with it in a forward pass, and what somebody asked for, are ordinary tensors
     layer = torch.ones(2, 3, dtype=matrix.dtype)
-    for computed in (layer @ cut.T, nn.functional.linear(layer, cut), cut.detach(), cut.clone()):
-        assert type(computed) is Tensor
+    computed = [layer @ cut.T, nn.functional.linear(layer, cut), cut.detach(), cut.clone()]
+    for each in (*computed, copy.deepcopy(cut.grad), cut.grad.as_subclass(Tensor)):
+        assert type(each) is Tensor
 
 
 ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -199,7 +199,8 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient's elements in the order of memory, a contiguous view, (n,)."""
     gradient = _writable_gradient(parameter)
     flat = (gradient.numel(),), (1,), gradient.storage_offset()
-    return gradient.detach().as_strided(*flat)  # an ordinary tensor, if gradients are of a class
+    # An ordinary tensor, if gradients are of a class.
+    return gradient.detach().as_subclass(Tensor).as_strided(*flat)
 
 
 def _writable_gradient(parameter: Tensor) -> Tensor:

@@ -146,11 +146,11 @@ class ShardedOptimizer(Optimizer):
         for p, shard in self._shards.items():
             # a user may have replaced the parameter's data
             shard._local_tensor = local_rows(p.detach(), self._rank, self._world_size)
-            shard.grad = (
-                None
-                if p.grad is None
-                else as_gradient(local_rows(p.grad.detach(), self._rank, self._world_size), shard)
-            )
+            shard.grad = None
+            if p.grad is not None:
+                gradient = p.grad.detach().as_subclass(Tensor)
+                rows = local_rows(gradient, self._rank, self._world_size)
+                shard.grad = as_gradient(rows, shard)
         undecided_groups = [group for group in self.param_groups if may_use_foreach(group)]
         try:
             # With foreach, an operator is one call for all DTensors.

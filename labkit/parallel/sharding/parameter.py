@@ -71,7 +71,7 @@ class UnitParameter:
             zeros = torch.empty_strided(whole.shape, self.strides, dtype=dtype, device=whole.device)
             return zeros.zero_()
         self.has_gradient = True
-        return with_strides(gradient.detach().to(dtype), self.strides)
+        return with_strides(gradient.detach().as_subclass(Tensor).to(dtype), self.strides)
 
     def accumulate_reduced(self) -> None:
         """Add the mean gradient of this backward pass to the shard's `grad`."""
