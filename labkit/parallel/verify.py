@@ -46,6 +46,7 @@ from labkit.parallel.verify_training import (
     Parallel,
     Record,
     derive_tolerances,
+    gather_values,
     make_sgd,
     train_parallel,
     train_whole,
@@ -71,7 +72,8 @@ class Verification:
     """After how many steps; 0: before training."""
     rank: int = 0
     error: float = 0.0
-    """Largest difference of an element, and what rounding explains."""
+    """Largest difference of an element, and what rounding explains; positions that ranks drop
+    alike."""
     tolerance: float = 0.0
     n_off: int = 0
     """How many values of this kind are off at this step."""
@@ -89,6 +91,8 @@ class Verification:
         value = f"{self.what} of {self.name}" if self.name else self.what
         others = f" (and {self.n_off - 1} more)" if self.n_off > 1 else ""
         size = f"off by {self.error:.2g}, where rounding explains {self.tolerance:.2g}"
+        if self.what == "dropout":
+            size = f"{self.error:.0f} positions alike"
         return f"different: {value}{others} {when} on rank {self.rank}, {size}: {self.cause}"
 
 
@@ -111,8 +115,7 @@ def verify(
     one a share of the sequences, as with data parallelism. `batches`: whole ones, (inputs,
     targets), alike on all ranks; with fewer than three they are repeated. `dtype`: of the roughest
     rounding in the training, such as a reduce dtype; None: the model's. Dropout is off while
-    results are compared. `optimizer`: makes it, of parameters, in
-    one process and on all ranks.
+    results are compared. `optimizer` makes one of parameters, in one process and on all ranks.
 
     It refuses to pass if nothing was trained, or if a rank's part of a batch changes no gradient.
     """
@@ -224,7 +227,7 @@ def _compare(
     }
     worst = max(errors, key=lambda rank: errors[rank])
     tolerance = tolerances.get(key, 0.0)
-    values = case.gather_from_ranks(actual.get(key), expected.get(key), group)
+    values = gather_values(actual.get(key), expected.get(key), group)
     if KINDS[kind] == "gradient":
         cause = explain_gradient(case, name, values, exact.gradients[step - 1], tolerance)
     elif KINDS[kind] == "parameter":

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.messages import gather_json
+from labkit.parallel.messages import cpu_group, gather_json
 from labkit.torch_private import DropoutNd
 
 Batch = tuple[Tensor, Tensor]
@@ -57,7 +57,7 @@ class Parallel:
     None: the model's `gather_state_dict`, full DTensors, or the tensors as they are.
     """
     clip: Callable[[float], Tensor | float] | None = None
-    """Clips all gradients to a norm and returns the norm before; None: labkit's or torch's."""
+    """Clips all gradients to a norm and returns the norm before; None: torch's function."""
     optimizer: MakeOptimizer | None = None
     """Makes an optimizer that updates as that of one process. None: makes the same."""
 
@@ -222,11 +222,31 @@ def _without_wrapper(name: str, names: Container[str]) -> str:
     return shorter
 
 
+def gather_values(
+    actual: Tensor | None, expected: Tensor | None, group: dist.ProcessGroup
+) -> list[Tensor | None]:
+    """Return a value of all ranks, None for those that have none. A collective."""
+    group = cpu_group(group)
+    like = expected if expected is not None else actual
+    shape = torch.Size() if like is None else like.shape
+    is_there = actual is not None and actual.shape == shape
+    # Ranks without the value do not know the shape of those with it only.
+    flag = torch.tensor([float(is_there)], dtype=torch.float64)
+    flags = [torch.empty_like(flag) for _ in range(group.size())]
+    dist.all_gather(flags, flag, group=group)
+    if expected is None:
+        return [torch.zeros(()) if each else None for each in flags]
+    local = actual.cpu() if is_there and actual is not None else torch.zeros(shape).double()
+    values = [torch.empty_like(local, dtype=torch.float64) for _ in flags]
+    dist.all_gather(values, local.contiguous().double(), group=group)
+    return [value if flag else None for value, flag in zip(values, flags, strict=True)]
+
+
 def derive_tolerances(exact: Record, rough: Record, dtype: torch.dtype) -> dict[Key, float]:
     """Return the largest error that rounding explains, of each value.
 
     Errors of float32, in units of its rounding, carry over to other dtypes. A value that was lucky
-    has the median of all values of its kind, relative to its size.
+    has the median of all values, relative to its size.
     """
     one, other = exact.values(), rough.values()
     unit = torch.finfo(torch.float32).eps
