@@ -242,12 +242,13 @@ def _short_region(answer: Comparison) -> str:
 
 
 def _other_values(answer: Comparison) -> str:
-    """Name the configurations outside of the region: "at other widths"."""
+    """Name the configurations outside of the region: "for other values of width"."""
     if answer.region is None or answer.region.relation == "among":
         return "in others"
     if answer.region.column == "world_size":
         return "with other numbers of ranks"
-    return f"at other {column(answer.region.column).title}s"
+    # Titles such as "features" and "batch" have no regular plural.
+    return f"for other values of {column(answer.region.column).title}"
 
 
 def scope(answer: Answer) -> str:
