@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Results
 from labkit.studies.shared.checks import TOLERANCES
-from labkit.studies.your_training.arguments import find_batches
+from labkit.studies.your_training.arguments import find_batches, measure_values
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES, apply
 from labkit.studies.your_training.check import compare_results
@@ -276,12 +276,15 @@ def test_attention_with_a_bias_is_not_compared_with_one_that_has_none() -> None:
     def masked(x: torch.Tensor) -> torch.Tensor:
         return torch.baddbmm(torch.where(PADDING, -1e9, 0.0), x, x.mT).softmax(-1) @ x
 
-    def rows_with(attend: Any) -> list[dict[str, Any]]:
-        batches = [torch.randn(4, 32, 16)]
+    def rows_with(attend: Any, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+        batches = [torch.randn(4, 32, 16, dtype=dtype)]
         loss = lambda model, x: attend(model(x)).mean()  # noqa: E731
         point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1)
-        return [*measure(point, lambda: (nn.Linear(16, 16), batches, loss))]
+        return [*measure(point, lambda: (nn.Linear(16, 16, dtype=dtype), batches, loss))]
 
+    for dtype in (torch.float32, torch.float64):
+        rows = rows_with(partial(attend, scale=0.2), dtype)
+        assert [row["status"] for row in rows] == ["ok", "ok"]
     assert [row["status"] for row in rows_with(masked)] == ["ok", "ok"]
     (refused,) = rows_with(biased)
     assert refused["status"] == "refused"
@@ -404,6 +407,60 @@ def test_an_interval_without_0_says_why_no_difference_is_shown(
     assert bool(reason) == (said != NO_DIFFERENCE_SHOWN)
 
 
+def of_last_layer_only(loss: Any) -> Any:
+    """Return a training whose optimizer has no other layer, though all have gradients."""
+
+    def setup() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        return model, [torch.randn(4, 8)], loss, torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    return build(setup)
+
+
+def test_a_wrong_change_is_found_if_the_optimizer_has_one_layer_only() -> None:
+    yours, changed = (
+        Loop(of_last_layer_only(lambda model, batch, n=n: model(batch[:n]).square().mean()))
+        for n in (4, 2)
+    )
+    columns = compare_results(yours, changed, precision="float32", seed=0)
+    assert columns["status"] == "wrong"
+
+
+def test_a_model_with_whole_numbers_among_its_parameters_is_compared() -> None:
+    def setup() -> Any:
+        model, *others = linear()
+        model.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+        return model, *others
+
+    columns = compare_results(Loop(build(setup)), Loop(build(setup)), precision="float32", seed=0)
+    assert columns["status"] == "ok"
+
+
+def test_a_turn_has_a_step_for_each_batch_that_workers_prepare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def time_none(actions: dict[str, Any], *, calls: int, **_: Any) -> dict[str, list[float]]:
+        asked.append(calls)
+        return {name: [1.0] for name in actions}
+
+    monkeypatch.setattr("labkit.studies.your_training.loop.time_interleaved", time_none)
+
+    def make(workers: int = 0) -> Any:
+        data: Any = list(torch.randn(16, 8))
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            time.sleep(0.06)  # one step fills a turn
+            return model(batch).square().mean()
+
+        return build(lambda: linear(DataLoader(data, batch_size=4, num_workers=workers), loss))
+
+    assert len([*measure_values(make, "workers", (0, 2), {})]) == 2
+    assert asked == [4]
+
+
 def test_nothing_is_compiled_in_a_timed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
@@ -420,7 +477,7 @@ def test_nothing_is_compiled_in_a_timed_step(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr("labkit.studies.your_training.changes.no_compiler_reason", lambda _: None)
-    monkeypatch.setattr("labkit.studies.your_training.worker.time_interleaved", time_steps)
+    monkeypatch.setattr("labkit.studies.your_training.loop.time_interleaved", time_steps)
     # Four rows, four, and two.
     rows_of_data: Any = list(torch.randn(10, 8))
     loader = DataLoader(rows_of_data, batch_size=4)

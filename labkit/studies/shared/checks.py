@@ -35,7 +35,7 @@ from labkit.nn.training import Workload
 # Errors of a gradient by the precision of the passes, relative to the largest of its tensor. The
 # order of sums, and fused or atomic additions, change it by some hundred units of float32. A wrong
 # kernel, or a rank that is missing, changes it by the size of the gradient.
-TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
+TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 # Wrappers may divide before they add, which rounds unless the number of ranks is a power of two. A
 # missing part is off by one or more.
 WHOLE_NUMBER_TOLERANCE = 0.5

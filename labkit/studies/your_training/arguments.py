@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from labkit.bench.check import OK
-from labkit.bench.clock import time_interleaved
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.studies.shared.held import FIT_SHARE
-from labkit.studies.your_training.loop import Loop, taking_turns
+from labkit.studies.your_training.loop import Loop, time_steps
 from labkit.studies.your_training.memory import available_bytes, count_peak
 from labkit.studies.your_training.setup import SetupError, Training, check_first_step
 from labkit.torch_private import tree_leaves
@@ -49,11 +48,7 @@ def measure_values(
             n_samples[label] = count_samples(batch)
     if not loops:
         return
-    device = next(iter(loops.values())).training.device
-    with taking_turns(loops) as begin:
-        actions = {label: loop.step for label, loop in loops.items()}
-        seconds = time_interleaved(actions, device=device, prepare=begin, **rounds)
-    for label, steps in seconds.items():
+    for label, steps in time_steps(loops, **rounds).items():
         # Per sample, so that batches of different sizes compare.
         size = n_samples[label]
         row: dict[str, Any] = {"kind": "argument", "argument": label, "n_samples": size}

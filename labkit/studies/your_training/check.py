@@ -119,6 +119,9 @@ def round_otherwise(model: nn.Module, seed: int, *, precision: str = "float32") 
     """Move each parameter by half a unit in the last place, up or down by chance."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
+        # Quantized ones are whole numbers.
+        if not parameter.is_floating_point():
+            continue
         signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
         unit = max(torch.finfo(one).eps for one in (parameter.dtype, DTYPES[precision]))
         parameter.data += unit / 2 * signs.to(parameter) * parameter.data

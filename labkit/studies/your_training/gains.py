@@ -100,13 +100,13 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
     if is_busy:
         return estimate
     if row["verdict"] == "faster":
-        text = f"{low}% less time" if low == high else f"{low} to {high}% less time"
+        text = f"{_span(low, high)} less time"
         pays_after = row.get("pays_after_steps", math.nan)
         if pays_after > 0:
             text += f"; pays after {pays_after:,.0f} steps"
         return text
     if row["verdict"] == "slower":
-        return f"{-high} to {-low}% more time"
+        return f"{_span(-high, -low)} more time"
     why = ""
     if row["less_low_percent"] > 0 or row["less_high_percent"] < 0:
         # An interval is of one comparison, at 95%; a verdict allows for all of its question.
@@ -115,6 +115,10 @@ def describe_gain(row: Any, *, is_busy: bool = False) -> str:
         if 1 / least < 1 - row["less_percent"] / 100 < least:
             why = f" of {MIN_RELEVANT_DIFFERENCE:.0%} or more"
     return f"{NO_DIFFERENCE_SHOWN}{why}: {estimate}"
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low}%" if low == high else f"{low} to {high}%"
 
 
 def describe_effects(row: Any) -> str:

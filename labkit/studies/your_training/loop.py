@@ -14,11 +14,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from labkit.bench.clock import time_interleaved, time_once
 from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER
 from labkit.studies.your_training.setup import Training, errors_in_one_line
 
 INPUT = "input"
 PARTS = (INPUT, FORWARD, BACKWARD, OPTIMIZER)
+# Seconds of a turn: of several steps, if they are short.
+TURN_S = 0.05
+MAX_CALLS = 20
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -149,7 +153,8 @@ class Loop:
             for name, parameter in self.training.model.named_parameters()
             if parameter.grad is not None
         }
-        self.training.optimizer.zero_grad()
+        # The optimizer may not have all of them: they would be in the next pass's gradients.
+        self.training.model.zero_grad()
         return loss, gradients
 
 
@@ -164,3 +169,25 @@ def taking_turns(loops: Mapping[str, Loop]) -> Iterator[Callable[[str], None]]:
             loops[name].reach_steady_state()
 
         yield begin
+
+
+def time_steps(loops: Mapping[str, Loop], **rounds: Any) -> Mapping[str, list[float]]:
+    """Return seconds of a step of each loop, a mean over each of its turns, interleaved.
+
+    `rounds`: arguments of `time_interleaved`.
+    """
+    device = next(iter(loops.values())).training.device
+    # Warm up, and learn how long a step is.
+    step_s = 0.0
+    for loop in loops.values():
+        with loop.turn():
+            loop.step()
+            loop.reach_steady_state()
+            step_s = max(step_s, time_once(loop.step, device)[1])
+    # At least what a loader's workers have prepared when a turn begins: fewer would be free. And
+    # they end their batches together, so that one step alone would wait for all of them.
+    most_prefetched = max(loop.prefetched for loop in loops.values())
+    calls = max(1, min(MAX_CALLS, round(TURN_S / step_s)), most_prefetched)
+    actions = {name: loop.step for name, loop in loops.items()}
+    with taking_turns(loops) as begin:
+        return time_interleaved(actions, device=device, calls=calls, prepare=begin, **rounds)

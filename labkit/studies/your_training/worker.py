@@ -1,7 +1,6 @@
 """Worker of the lab on your own training: the parts of a step, its lines, and changes in turns."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.bench.check import OK, refusal_columns
-from labkit.bench.clock import time_interleaved, time_parts_interleaved
+from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.intervals import estimate_paired
 from labkit.lab.point import TimedPoint
 from labkit.studies.shared.alternatives import describe_failure, sum_rounds
@@ -20,7 +19,7 @@ from labkit.studies.your_training.attention import attention_rows
 from labkit.studies.your_training.changes import CHANGES, COMPILE, apply
 from labkit.studies.your_training.check import compare_results
 from labkit.studies.your_training.lines import line_rows
-from labkit.studies.your_training.loop import PARTS, Loop, taking_turns
+from labkit.studies.your_training.loop import PARTS, Loop, time_steps
 from labkit.studies.your_training.memory import count_peak, memory_rows
 from labkit.studies.your_training.ranks import measure_ranks
 from labkit.studies.your_training.setup import (
@@ -39,9 +38,6 @@ YARDSTICK = "yardstick"
 TOGETHER = "all that pay"
 # Share of a step below which a change does not pay, whatever its interval says.
 MIN_GAIN = 0.03
-# Seconds of a turn: of several steps, if they are short.
-TURN_S = 0.05
-MAX_CALLS = 20
 # Seconds for which lines are sampled: a thousand samples.
 LINES_S = 1.0
 # Seconds of an epoch whose end the timed steps may reach.
@@ -173,7 +169,7 @@ class Bench:
             if COMPILE in names:
                 # The last batch is smaller, and compiled when it first comes.
                 changed.run_epoch(LONGEST_EPOCH_S)
-            seconds = self._time(label, yours, changed)
+            seconds = time_steps({YOURS: yours, label: changed}, **self.point.rounds)
         except SetupError as error:
             yield {"change": label, "status": "failed", "reason": str(error)}
             return
@@ -187,29 +183,6 @@ class Bench:
         # A wrong change has no time: nobody should want it.
         timed = {"seconds": seconds[label]} if checked["status"] == "ok" else {}
         yield {"change": label, "made_of": ", ".join(names), **checked, **timed}
-
-    def _time(self, label: str, yours: Loop, changed: Loop) -> Mapping[str, list[float]]:
-        """Seconds of a step, a mean over each turn, interleaved."""
-        loops = {YOURS: yours, label: changed}
-        # Warm up, and learn how long a step is.
-        for loop in loops.values():
-            with loop.turn():
-                loop.step()
-                loop.reach_steady_state()
-                start = time.perf_counter()
-                loop.step()
-                step_s = time.perf_counter() - start
-        # At least what a loader's workers have prepared when a turn begins: fewer would be free.
-        most_prefetched = max(loop.prefetched for loop in loops.values())
-        calls = max(1, min(MAX_CALLS, round(TURN_S / step_s)), most_prefetched)
-        with taking_turns(loops) as begin:
-            return time_interleaved(
-                {name: loop.step for name, loop in loops.items()},
-                device=yours.training.device,
-                calls=calls,
-                prepare=begin,
-                **self.point.rounds,
-            )
 
 
 def _pays(rows: list[dict[str, Any]]) -> bool:
