@@ -308,7 +308,8 @@ def hand_in(
     from labkit.check.hand_in import write_hand_in
     from labkit.studies import LABS, load_lab
 
-    path = write_hand_in(
-        name, [load_lab(lab).name for lab in labs or LABS], Path.cwd(), notebooks or ()
-    )
+    names = list(LABS)
+    if labs:
+        names = [load_lab(lab).name for lab in labs]
+    path = write_hand_in(name, names, Path.cwd(), notebooks or ())
     out.print(project.path_from_here(path))

@@ -306,7 +306,7 @@ def _flag_copies(students: Sequence[Student], originals: set[str]) -> None:
             # The start has microseconds: two runs that share it are one.
             groups[f"{lab}: the same run", run.header.started, *run.header.planned].append(student)
         code = {cell.text for cell in student.work if cell.kind == "code"}
-        # Also without a notebook, or with other lines around it in its cell.
+        # Checks count, too: a hand-in may lack the notebook, or its cell may have other lines.
         code.update(check["code"].strip() for check in student.hand_in.checks.values())
         for text in code:
             own_lines = [line for line in text.splitlines() if line.strip() not in original_lines]

@@ -129,7 +129,8 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     for name, quantity in quantities.items():
         if quantity.uses_all_threads:
             threads[name] = n_threads
-    # Each quantity is two alternatives of the clock, so that its turns are shuffled apart.
+    # Each quantity is timed twice per round under two names, so that its turns do not follow
+    # each other.
     turns = {f"{name} {turn}": (name, turn) for name in quantities for turn in TURNS}
     spread = torch.zeros(PARALLEL_FLOATS)
 

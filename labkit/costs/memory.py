@@ -19,7 +19,7 @@ LOW_PRECISION = 2
 # Bytes of a parameter, its gradient, and AdamW's running means.
 STATES_BYTES = (2 + ADAMW_STATES) * FLOAT32
 PARTS = ("parameters", "gradients", "optimizer")
-# Factor for plans over the formulas, which leave out what operators allocate for a moment.
+# Plans allow 10% more than the formulas, which leave out what operators allocate for a moment.
 HEADROOM = 1.1
 
 

@@ -31,7 +31,7 @@ SLOPE = 0.08
 MEMORY = "memory, "
 # Tables with enough published peaks for a width of their own.
 MEASURED_MEMORY = ("nanotron", "simumax")
-# Folds judge 1% of their predictions further away, so their error is unknown.
+# Cross-validation has only 1% of its runs further away than this: their error is unknown.
 MAX_DISTANCE = 10.0
 # Source -> its width at the low and at the high end, in log units.
 Widths = Mapping[str, tuple[float, float]]
@@ -41,7 +41,7 @@ Ends = tuple[Numbers, Numbers]
 
 def find_sources(runs: Runs, measured: Runs) -> Texts:
     """Return by which source each run's interval is as wide as it is, a key of `Widths`, (n,)."""
-    # The table that a run is of, if it is measured; else whether its framework is.
+    # A published run has its table's interval; others one by whether their framework is known.
     frameworks = {*measured.framework.tolist()} - {GENERIC}
     elsewhere = np.select(
         [runs.framework == CALIBRATED, np.isin(runs.framework, list(frameworks))],

@@ -104,7 +104,7 @@ class Plot:
             # A page's ground shows through: it is shaded where a narrow screen cuts a figure off.
             if element.get("style") == _GROUND:
                 element.set("style", "fill: none")
-            # matplotlib turns every upright text by nothing.
+            # matplotlib writes rotate(-0 ...) on upright text.
             if element.get("transform", "").startswith("rotate(-0 "):
                 del element.attrib["transform"]
             targets.add(element.get("href", "").removeprefix("#"))

@@ -101,7 +101,7 @@ def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> d
     for run in newest_runs(recorded_directory() / study.name):
         earlier |= _elapsed(run, slowness(run.header.calibration, machine))
     for run in reversed([*islice(newest_runs(runs_directory() / study.name), MAX_RUNS)]):
-        # How busy the machine is now is known, and no run that was busy tells more about it.
+        # Not of busy runs: the plan allows for today's load by itself.
         if run.header.machine.identity == machine.identity and not run.is_busy:
             earlier |= _elapsed(run)
     expected = {}

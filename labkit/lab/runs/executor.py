@@ -63,7 +63,7 @@ class Executor:
     _excluded: set[str] = field(default_factory=set)
     # Points by id that are still to be measured.
     _pending: dict[str, Point] = field(default_factory=dict)
-    # Of each row of the current point, by its median round: one stall makes no point too long.
+    # Seconds per row of the current point, of its median round: one stall makes no point too long.
     _rows_s: list[float] = field(default_factory=list)
 
     def measure(self, points: list[Point]) -> None:

@@ -209,8 +209,8 @@ class FSDP(nn.Module):
         step takes some 10% longer, unless they are read under `torch.no_grad()`.
         """
         if torch.is_grad_enabled():
-            # For a penalty that is computed before the forward pass. Nothing tells it from others
-            # who read parameters, and a hook on every optimizer would change torch for all.
+            # Whoever reads parameters now may add a penalty on them to the loss, which needs shards
+            # that know autograd. Whether they do cannot be seen from here.
             self._state.set_shard_class(ShardInLoss)
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, getattr(parameter, "sharded_parameter", parameter)

@@ -200,7 +200,7 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
     try:
         # All rows before the first is yielded: until the caller asks for the next one, it would
-        # run with this one's threads.
+        # run with the thread count of the last call.
         rows = list(_timed(point, calls, "call", prepare=set_threads))
     finally:
         torch.set_num_threads(all_threads)

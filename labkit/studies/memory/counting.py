@@ -30,8 +30,7 @@ PARTS = (
 )
 
 LISTED = 10  # allocations
-# Layers of the steps that stand for one of more layers. With two, layers differ from those of a
-# deeper model: each is next to an end.
+# A deeper model is extrapolated from steps of 3 and 4 layers. With 2, no layer is in the middle.
 FEW_LAYERS = (3, 4)
 
 

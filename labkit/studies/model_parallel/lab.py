@@ -198,7 +198,7 @@ LAB = Lab(
             id="width",
             text="At what width does splitting a model across ranks pay off?",
             metric=TENSOR_TIME,
-            # With fewer cores than the ranks have together, one rank would lose by these alone.
+            # Equal cores: a baseline with one rank's share of them would lose by that alone.
             baseline=ALL_CORES,
             among=SPLIT,
             figure=Lines(source=TENSOR_TIME, x="width", panel="world_size"),

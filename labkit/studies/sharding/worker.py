@@ -184,7 +184,7 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
     # Libraries' objects stay: looking at them each time would take a tenth of this point's time.
     gc.freeze()
     for name, row in rows.items():
-        # The one before, which is full of cycles, would be freed within this one's peak.
+        # Now: the strategy before is full of cycles, which would be freed inside this one's peak.
         gc.collect()
         dist.barrier()
         if row["status"] == "ok":
