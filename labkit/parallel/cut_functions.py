@@ -17,23 +17,33 @@ from torch import Tensor
 from labkit.parallel.agreement import wait_for_ranks
 from labkit.torch_private import AMP_CHECK, FOREACH_NORM
 
-# Names of functions of torch. Of a part they are not what they are of the whole: reductions over
-# the dimension that is cut, and over all, ...
-_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "frobenius_norm", "renorm", "normalize"}
-_SUMS = {"sum", "mean", "var", "std", "var_mean", "std_mean", "prod", "logsumexp", "softmax"}
+# Names of functions of torch. Over all elements, and over the dimension that is cut, they are not
+# for a part what they are for the whole.
+_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "frobenius_norm", "normalize"}
+_SUMS = {"sum", "mean", "var", "std", "var_mean", "std_mean", "prod", "nansum", "nanmean"}
+_EXPONENTIALS = {"logsumexp", "softmax", "log_softmax", "softmin", "logcumsumexp"}
 _COUNTS = {"count_nonzero"}
 _EXTREMES = {"max", "min", "amax", "amin", "any", "all", "aminmax", "argmax", "argmin"}
-_ORDERS = {"median", "quantile", "kthvalue", "topk", "sort", "argsort", "cumsum", "histc", "mode"}
+_ORDERS = {"median", "quantile", "kthvalue", "topk", "sort", "argsort", "histc", "mode"}
+_CUMULATIVE = {"cumsum", "cumsum_", "cumprod", "cumprod_", "cummax", "cummin"}
 _DISTANCES = {"cosine_similarity", "pairwise_distance", "cdist"}
-_REDUCTIONS = {*_NORMS, *_SUMS, *_COUNTS, *_EXTREMES, *_ORDERS, *_DISTANCES}
+_REDUCTIONS = {*_NORMS, *_SUMS, *_EXPONENTIALS, *_COUNTS, *_EXTREMES, *_ORDERS, *_CUMULATIVE}
 # Those that give the whole's number from the ranks' numbers.
 _COMPOSED = {"sum", "count_nonzero", "norm", "max", "min", "amax", "amin", "any", "all"}
-# ... decompositions, and products of parts.
+# Limits the norm of each slice of one dimension, which is what it is called with.
+_LIMITS = {"renorm", "renorm_"}
 _DECOMPOSITIONS = {"linalg_svd", "svd", "linalg_svdvals", "linalg_qr", "qr", "linalg_eigh"}
-_PRODUCTS = {"matmul", "__matmul__", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "vdot", "einsum"}
-# the one function by which `GradScaler` reads gradients (torch 2.11 to 2.13), and that of clipping
+_TURNS_IN_PLACE = {"t_", "transpose_", "swapaxes_", "swapdims_"}
+_MATMULS = {"matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}
+_PRODUCTS = {*_MATMULS, "dot", "vdot", "inner", "einsum", "tensordot", "linalg_multi_dot"}
+# The functions by which `clip_grad_norm_` and `GradScaler` read gradients.
 _READ_BY_TORCH = {FOREACH_NORM.__name__, AMP_CHECK.__name__}
-GUARDED = {*_REDUCTIONS, *_DECOMPOSITIONS, *_PRODUCTS, *_READ_BY_TORCH}
+GUARDED = {*_REDUCTIONS, *_DISTANCES, *_LIMITS, *_DECOMPOSITIONS, *_TURNS_IN_PLACE, *_PRODUCTS}
+GUARDED |= _READ_BY_TORCH
+# Of these the dimension that is cut is another one, also where the shape stays.
+MOVES = {"t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"}
+_tensor: Any = Tensor  # its attributes are not in its types
+MOVING_PROPERTIES = {getattr(_tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 # One element, or an operation on it.
 _ELEMENTS = {"__getitem__", "select", "squeeze", "unbind"}
 # Activations: a layer of the model has computed them from its part.
@@ -53,7 +63,7 @@ def check_result(name: str, result: Tensor, part: Tensor) -> None:
 
 def check_call(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raise ValueError if a function of `GUARDED` would take a part for the whole."""
-    if name in _DECOMPOSITIONS:
+    if name in _DECOMPOSITIONS or name in _TURNS_IN_PLACE:
         _refuse(name)
     if name in _PRODUCTS:
         factors: list[Any] = [each for each in args if isinstance(each, Tensor)]
@@ -63,13 +73,18 @@ def check_call(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> No
             _refuse(name)
         return
     tensor = args[0] if args else options["input"]
+    cut_dim = getattr(tensor, "cut_dim", None)
+    if name in _LIMITS:
+        kept = options.get("dim", args[2] if len(args) > 2 else None)
+        if cut_dim is None or kept is None or kept % tensor.dim() != cut_dim:
+            _refuse(name)
+        return
     position = 2 if name in _NORMS or name in _DISTANCES else 1
     dims = options.get("dim", args[position] if len(args) > position else ())
     if isinstance(dims, Tensor):
         return  # the larger one of two, element by element
     if isinstance(dims, int):
         dims = (dims,)
-    cut_dim = getattr(tensor, "cut_dim", None)
     if not dims or cut_dim is None or cut_dim in {dim % tensor.dim() for dim in dims}:
         _refuse(name)
 
@@ -188,7 +203,8 @@ def _norm_of_parts(
     for group, numbers in by_group.items():
         # FSDP's norms are DTensors: first those of all its ranks' rows, then of the parts
         local = [getattr(norms[i], "full_tensor", lambda i=i: norms[i])() for i in numbers]
-        whole = torch.stack(local)
+        # The square of a norm of float16 gradients may be infinite.
+        whole = torch.stack(local).double()
         if ord in _EXTREME_NORMS:
             dist.all_reduce(whole, _EXTREME_NORMS[ord], group)
         else:
@@ -196,7 +212,7 @@ def _norm_of_parts(
             dist.all_reduce(whole, dist.ReduceOp.SUM, group)
             whole.pow_(1 / ord)
         for i, norm in zip(numbers, whole, strict=True):
-            results[i] = _replicate_like(norms[i], norm)
+            results[i] = _replicate_like(norms[i], norm.to(norms[i].dtype))
     return results
 
 

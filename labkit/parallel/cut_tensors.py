@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from labkit.parallel.cut_functions import (
     GUARDED,
     LAYERS,
+    MOVES,
+    MOVING_PROPERTIES,
     call_on_all_parts,
     check_call,
     check_result,
@@ -82,7 +84,7 @@ class CutTensor(Tensor):
                 check_call(name, args, options)
             result = func(*args, **options)
             if isinstance(result, (Tensor, tuple, list)) and name not in cls.ordinary:
-                _mark(name, result, args, options)
+                _mark(func, result, args, options)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -177,9 +179,9 @@ def set_cut(tensor: Any, group: dist.ProcessGroup, dim: int | None) -> None:
     tensor.cut_dim = dim
 
 
-def _mark(name: str, result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+def _mark(func: Any, result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Make results parts, too, if they are computed from parts element by element."""
-    if name == "grad":  # torch.autograd.grad(outputs, inputs)
+    if func.__name__ == "grad":  # torch.autograd.grad(outputs, inputs)
         _mark_gradients(result, args[1])
         return
     results = [result]
@@ -199,11 +201,13 @@ def _mark(name: str, result: Any, args: Sequence[Any], options: Mapping[str, Any
     # Else they are activations, such as those that a gain of this rank's features has scaled.
     if not is_joined and any(each.shape != part.shape and each.dim() for each in inputs):
         return
+    is_moved = func.__name__ in MOVES or func in MOVING_PROPERTIES
     for each in new:
-        check_result(name, each, part)
+        check_result(func.__name__, each, part)
         # Also an ordinary tensor that was changed in place, such as an average of gradients.
         each.__class__ = part.result_class
-        set_cut(each, part.group, part.cut_dim if each.shape == part.shape else None)
+        is_cut_alike = each.shape == part.shape and not is_moved
+        set_cut(each, part.group, part.cut_dim if is_cut_alike else None)
 
 
 def _mark_gradients(gradients: Sequence[Any], inputs: Sequence[Tensor]) -> None:

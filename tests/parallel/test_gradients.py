@@ -159,6 +159,10 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "mean in a log": lambda p: torch.mean(p.grad.abs()),
     "sum by a keyword": lambda p: torch.sum(input=p),
     "limit on columns": lambda p: p.norm(dim=0, keepdim=True),
+    "limit on columns, by torch": lambda p: p.renorm(2, 1, 1.0),
+    "limit on columns, in place": lambda p: p.data.add_(p.grad).renorm_(2, 1, 1.0),
+    "temperature over what is cut": lambda p: p.log_softmax(0),
+    "running product": lambda p: p.grad.cumprod(0),
     "norm as penalty": lambda p: _with_graph(lambda: p.norm()),
     "largest weight as penalty": lambda p: _with_graph(lambda: p.abs().max()),
     "spectral norm": lambda p: torch.linalg.svdvals(p.detach() + p.data),
@@ -171,6 +175,7 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "mean of squared distances": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)),
     "angle to another gradient": lambda p: torch.cosine_similarity(p.grad, p.grad, dim=0),
     "products of a gradient (Shampoo)": lambda p: p.grad.T @ p.grad,
+    "products by dimensions": lambda p: torch.tensordot(p.grad, p.grad, ([0], [0])),
     "projected gradient (GaLore)": lambda p: p.grad @ torch.ones(3, 1, dtype=p.dtype),
     "all gradients in one vector": lambda p: torch.cat([p.grad.view(-1), torch.ones(2)]).norm(),
 }
@@ -219,6 +224,9 @@ def test_reductions_that_are_right_are_those_of_one_process() -> None:
     assert not bool(torch.isfinite(gradient).all())
     whole.grad = None
     # rows are not cut
+    with torch.no_grad():
+        limited = cut.renorm(2, 0, 0.1).norm(dim=1).detach()
+        torch.testing.assert_close(limited, matrix.new_full((2,), 0.1))
     torch.testing.assert_close(cut.norm(dim=1).detach(), matrix.new_full((2,), 0.75).sqrt())
     # a penalty on weights, in each rank's loss
     cut.grad = None
@@ -233,6 +241,30 @@ def test_reductions_that_are_right_are_those_of_one_process() -> None:
     computed = [layer @ cut.T, nn.functional.linear(layer, cut), cut.detach(), cut.clone()]
     for each in (*computed, copy.deepcopy(cut.grad), cut.grad.as_subclass(Tensor)):
         assert type(each) is Tensor
+
+
+@on_ranks(2)
+def test_what_is_cut_moves_with_the_dimensions_of_a_square_part() -> None:
+    cut = nn.Parameter(torch.ones(3, 3))
+    add_layout(cut, Layout(dist.group.WORLD, dim=0))
+    with torch.no_grad():
+        for turned in (cut.T, cut.mT, cut.t(), cut.transpose(0, 1)):
+            with pytest.raises(ValueError, match="part"):
+                turned.sum(1)
+        with pytest.raises(ValueError, match="part"):
+            cut.t_()
+
+
+@on_ranks(2)
+def test_the_norm_of_half_precision_gradients_is_finite_if_that_of_one_process_is() -> None:
+    cut = nn.Parameter(torch.zeros(2, 3, dtype=torch.float16))
+    add_layout(cut, Layout(dist.group.WORLD, dim=0))
+    cut.grad = torch.full_like(cut, 200.0)  # squares do not add up in float16
+    whole = nn.Parameter(torch.zeros(4, 3, dtype=torch.float16))
+    whole.grad = torch.full_like(whole, 200.0)
+    norm, expected = (nn.utils.clip_grad_norm_([each], 1.0) for each in (cut, whole))
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(cut.grad.detach(), whole.grad[:2])
 
 
 ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
