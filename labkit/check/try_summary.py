@@ -136,11 +136,10 @@ def _print_step(console: Any, run: "Run") -> None:
 
 def _print_arguments(console: Any, run: "Run") -> None:
     """Print seconds per sample by value of a swept argument, and the largest batch that fits."""
-    from labkit.studies.your_training.gains import arguments
+    from labkit.studies.your_training.gains import argument_times, fits
 
     results = run.results()
-    columns = ["largest_batch", "is_all_data", "sample_bytes", "available_bytes"]
-    for row in results.rows(columns, kind="fits").to_dict("records"):
+    for row in fits(results).to_dict("records"):
         largest = f"at most {row['largest_batch']:,.0f} fit"
         if row["is_all_data"]:
             largest = f"all {row['largest_batch']:,.0f} samples of the data set fit"
@@ -153,7 +152,7 @@ def _print_arguments(console: Any, run: "Run") -> None:
             f"{format_seconds(row['seconds'])} per sample",
             f"[{format_seconds(row['low'])}, {format_seconds(row['high'])}]",
         )
-        for row in arguments(results).to_dict("records")
+        for row in argument_times(results).to_dict("records")
     ]
     if rows:
         console.print("values, in turns, the fastest per sample first:")

@@ -77,12 +77,18 @@ def sdpa_gains(results: Results) -> pd.DataFrame:
     return pd.concat([table, untimed], ignore_index=True) if len(untimed) else table
 
 
-def arguments(results: Results) -> pd.DataFrame:
+def argument_times(results: Results) -> pd.DataFrame:
     """Return seconds per sample by value of a swept argument, the fastest first."""
     table = ARGUMENT.medians(results.frame)
     sizes = results.rows(["argument", "n_samples"], kind="argument").dropna().drop_duplicates()
     table = join(table, sizes, ["argument"], "left")
     return table.sort_values("seconds", ignore_index=True)
+
+
+def fits(results: Results) -> pd.DataFrame:
+    """Return the largest batch that fits, counted, in one row; none unless that was asked."""
+    columns = ["largest_batch", "is_all_data", "sample_bytes", "available_bytes"]
+    return results.rows(columns, kind="fits")
 
 
 def describe_gain(row: Any, *, is_busy: bool = False) -> str:

@@ -218,7 +218,7 @@ LAB = Lab(
             metric=CHANGE,
             baseline=YOURS,
             among=[TOGETHER],
-            without_rows="No two changes that were tried pay, so there is nothing to combine.",
+            without_rows="With fewer than two changes that pay there is nothing to combine.",
         ),
         Report(
             id="memory",
