@@ -26,6 +26,9 @@ from labkit.studies.your_training.worker import STEP, YARDSTICK
 # Saved runs that show how a machine varies. A virtual machine took 1.2 to 1.8 times as long for an
 # unchanged training within ten minutes, so one run says nothing of the next.
 MIN_RUNS = 3
+# Share of a step below which a part is not compared: the next batch of a list takes 4 us, and
+# sometimes 12.
+MIN_SHARE = 0.01
 UNDECIDED = "undecided"
 
 
@@ -66,13 +69,19 @@ def compare_with_baseline(run: Run) -> TrainingChange | None:
 
 
 def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:
-    """Return the change of each part of a step from the runs of a baseline to a new one."""
+    """Return the change of each part of a step from the runs of a baseline to a new one.
+
+    Of those parts that take `MIN_SHARE` of a step in one of the runs.
+    """
     runs = (*baseline, run)
     speeds = _slowness(runs)
     samples = [_at_equal_speed(one, speed) for one, speed in zip(runs, speeds, strict=True)]
     logs = [one.assign(log=np.log(one["seconds"])).groupby("part")["log"] for one in samples]
     levels = pd.concat([one.median() for one in logs], axis=1, keys=range(len(logs)))
+    shares = np.exp(levels - levels.loc[STEP]).max(axis=1)
+    levels = levels[shares >= MIN_SHARE]
     explained = pd.concat([one.agg(_median_variance) for one in logs], axis=1).mean(axis=1)
+    explained = explained[levels.index]
     # Parts are timed once per repeat: unlike a check's quantities, they have no second turn.
     noise = pd.Series(0.0, index=levels.index)
     return judge_levels(levels, explained, noise, n_compared=len(levels))

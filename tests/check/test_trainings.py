@@ -89,6 +89,16 @@ def test_a_slower_part_is_named_with_its_size(tmp_path):
     assert change.is_slower
 
 
+def test_a_part_that_takes_next_to_nothing_is_not_compared(tmp_path):
+    for number in range(4):
+        save_training(run_of(tmp_path, number, slower={"optimizer": 1e-4}))
+    unchanged = compare_with_baseline(run_of(tmp_path, 50, slower={"optimizer": 3e-4}))
+    assert not unchanged.is_slower
+    assert "optimizer" not in unchanged.parts.index
+    slower = compare_with_baseline(run_of(tmp_path, 51))
+    assert slower.parts.loc["optimizer", "verdict"] == "slower"
+
+
 def test_another_torch_is_compared_and_named_and_another_processor_is_not(tmp_path):
     for number in range(10, 13):
         save_training(run_of(tmp_path, number))
