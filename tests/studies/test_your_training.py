@@ -21,7 +21,7 @@ from labkit.studies.shared.checks import TOLERANCES
 from labkit.studies.your_training.arguments import find_batches, measure_values
 from labkit.studies.your_training.attention import AttentionShape, find_attention
 from labkit.studies.your_training.changes import CHANGES, apply
-from labkit.studies.your_training.check import compare_results
+from labkit.studies.your_training.check import are_equal, compare_results
 from labkit.studies.your_training.gains import describe_effects, describe_gain, sdpa_gains
 from labkit.studies.your_training.lab import LAB
 from labkit.studies.your_training.lines import line_rows
@@ -31,6 +31,7 @@ from labkit.studies.your_training.setup import SetupError, build, check_first_st
 from labkit.studies.your_training.worker import (
     TOGETHER,
     YOURS,
+    Bench,
     YourTrainingPoint,
     measure,
 )
@@ -427,6 +428,51 @@ def test_a_wrong_change_is_found_if_the_optimizer_has_one_layer_only() -> None:
     assert columns["status"] == "wrong"
 
 
+def rough(factor: float = 1.0) -> Any:
+    """Return a loop whose gradients in bfloat16 are rounding for the most part."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()) for _ in range(20)]
+    batches = [torch.randn(16, 64)]
+    loss = lambda model, batch: factor * model(batch).square().mean()  # noqa: E731
+    return Loop(build(lambda: (nn.Sequential(*layers), batches, loss)))
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_wrong_change_does_not_pass_where_rounding_would_hide_it(factor: float) -> None:
+    columns = compare_results(rough(), rough(factor), precision="bfloat16", seed=0)
+    assert columns["status"] in ("wrong", "refused")
+    assert columns["reason"]
+
+
+class Masked(nn.Module):
+    """Makes a buffer in its first pass, and counts its passes in one that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(8))
+        self.passes += 1
+        return self.linear(x) * self.mask * self.passes
+
+
+def test_buffers_are_restored_and_new_ones_do_no_harm() -> None:
+    _, *others = linear([torch.randn(4, 8)])
+    loops = [Loop(build(lambda: (Masked(), *others))) for _ in range(2)]
+    loops[1].training.model.load_state_dict(loops[0].training.model.state_dict(), strict=False)
+    columns = compare_results(*loops, precision="float32", seed=0)
+    assert (columns["status"], columns["is_exact"]) == ("ok", True)
+
+
+def test_a_batch_with_missing_values_is_equal_to_itself() -> None:
+    batch = {"x": torch.tensor([1.0, math.nan]), "name": "a"}
+    assert are_equal(batch, {"x": torch.tensor([1.0, math.nan]), "name": "b"})
+    assert not are_equal(batch, {"x": torch.tensor([1.0, 2.0]), "name": "a"})
+
+
 def test_a_model_with_whole_numbers_among_its_parameters_is_compared() -> None:
     def setup() -> Any:
         model, *others = linear()
@@ -461,17 +507,22 @@ def test_a_turn_has_a_step_for_each_batch_that_workers_prepare(
     assert asked == [4]
 
 
-def test_nothing_is_compiled_in_a_timed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [("torch.compile",), ("one thread", "torch.compile")])
+def test_nothing_is_compiled_in_a_timed_step(
+    changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()  # what an earlier test has compiled
     compiled = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         compiled.append(graph)
         return graph.forward
 
-    def time_steps(actions: dict[str, Any], **_: Any) -> dict[str, list[float]]:
+    def time_steps(actions: Any, *, prepare: Any, **_: Any) -> dict[str, list[float]]:
         before = len(compiled)
+        prepare("changed")
         for _ in range(4):
-            actions["torch.compile"]()
+            actions["changed"]()
         assert len(compiled) == before > 0
         return {name: [1.0] for name in actions}
 
@@ -481,8 +532,11 @@ def test_nothing_is_compiled_in_a_timed_step(monkeypatch: pytest.MonkeyPatch) ->
     # Four rows, four, and two.
     rows_of_data: Any = list(torch.randn(10, 8))
     loader = DataLoader(rows_of_data, batch_size=4)
-    point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1, changes=("torch.compile",))
-    rows = list(measure(point, lambda: linear(loader)))
+    point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # what a change of threads would be compiled again for
+    rows = list(Bench(point, lambda: linear(loader)).compare("changed", changes))
+    torch.set_num_threads(threads)
     assert [row["status"] for row in rows] == ["ok", "ok"]
 
 

@@ -66,10 +66,10 @@ def test_parameters_without_a_gradient_are_no_obstacle_to_wrappers():
     assert "experts.2.weight" in failing["zero1"]
 
 
-def sensitive():
+def sensitive(steepness=300):
     """A training whose second gradient shows how the first step was rounded."""
     model = nn.Linear(64, 4, bias=False)
-    loss = lambda model, x: 5e-6 * (2e5 * model(x)).sin().mean()  # noqa: E731
+    loss = lambda model, x: (steepness * model(x)).sin().mean() / steepness  # noqa: E731
     batches = [torch.randn(4, 64) for _ in range(3)]
     return model, batches, loss, torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -79,6 +79,12 @@ def test_strategies_may_differ_as_much_as_rounding_makes_one_process_differ():
     rows = rows_on_ranks(sensitive)
     assert {row["status"] for row in rows if "error" in row} == {"ok"}
     assert max(row["error"] for row in rows if "error" in row) > 0
+
+
+@on_ranks(3)
+def test_what_rounding_would_hide_is_not_checked():
+    rows = rows_on_ranks(lambda: sensitive(1e4))
+    assert {row["status"] for row in rows if row["strategy"] != "local"} == {"refused"}
 
 
 class Local(nn.Module):
@@ -98,11 +104,12 @@ def one_batch():
 
 
 @on_ranks(2)
-def test_a_wrapper_that_leaves_ranks_out_is_wrong_though_their_batches_are_equal():
+@pytest.mark.parametrize("setup", [one_batch, sensitive])
+def test_a_wrapper_that_leaves_ranks_out_is_wrong_though_their_batches_are_equal(setup):
     right = data_parallel.IMPLEMENTATIONS["naive"]
     data_parallel.IMPLEMENTATIONS["naive"] = (Local, {})
     try:
-        rows = rows_on_ranks(one_batch)
+        rows = rows_on_ranks(setup)
     finally:
         data_parallel.IMPLEMENTATIONS["naive"] = right
     wrong = [row for row in rows if row["strategy"] == "naive"]

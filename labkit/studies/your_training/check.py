@@ -2,16 +2,17 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from labkit.bench.check import largest, status_columns
-from labkit.studies.shared.checks import TOLERANCES
+from labkit.bench.check import OK, largest, refusal_columns, status_columns
+from labkit.studies.shared.checks import PARAMETER_TOLERANCE, TOLERANCES, Reference
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import Training, seed_everything
 from labkit.torch_private import tree_leaves
@@ -23,6 +24,11 @@ FLOOR = 1e-3
 # more than the worst of these: it rounds activations otherwise, too.
 ROUNDINGS = 3
 ROUNDING_MARGIN = 3
+# Largest error that may be rounding. Where rounding alone does more, as in deep networks with batch
+# norm, a gradient of half the size or of the other sign would pass.
+MAX_ROUNDING = {"float32": 0.03, "bfloat16": 0.5}
+# The same of the change of a parameter in the steps of a check on ranks.
+MAX_CHANGE_ROUNDING = 0.3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Steps after which the losses of yours and of an inexact change are compared.
 TRAINED_STEPS = 10
@@ -32,9 +38,9 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
     """Compare a changed training with yours; return columns of its row, `status` among them.
 
     `error`: of the gradients on the same batch, "wrong" above the tolerance of `precision`, and
-    above what rounding does to gradients of yours.
+    above what rounding does to gradients of yours; "refused" if rounding would hide what is wrong.
     `loss_change`: of the loss after `TRAINED_STEPS`, relative to yours. `first_s`: seconds of the
-    first pass, with compilation. `is_exact`: whether all differences are rounding.
+    first pass, with compilation. `is_exact`: whether results stay the same but for rounding.
     """
     # Workers draw random numbers of their own: then inputs differ, and so do trained losses.
     batch, other_batch = (first_batch(loop.training, seed) for loop in (yours, changed))
@@ -47,27 +53,33 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
             model.eval()
     _, expected = yours.gradients(batch)
     rounding = rounding_error(yours, batch, expected, precision=precision)
-    limit = max(TOLERANCES[precision], ROUNDING_MARGIN * rounding)
+    is_exact = precision == "float32"
+    most = MAX_ROUNDING[precision]
+    limit = max(TOLERANCES[precision], min(most, ROUNDING_MARGIN * rounding))
     with changed.turn():
         start = time.perf_counter()
         _, actual = changed.gradients(batch)
         first_s = time.perf_counter() - start
-        error = gradient_error(actual, expected, is_exact=precision == "float32")
-        wrong = None
+        error = gradient_error(actual, expected, is_exact=is_exact)
+        status = status_columns(None)
         if error > limit:
-            wrong = f"gradients are off by {error:.1%}, and rounding explains {limit:.1%}"
+            off = f"gradients are off by {100 * error:.3g}%"
+            status = status_columns(f"{off}, and rounding explains {100 * limit:.3g}%")
+            if ROUNDING_MARGIN * rounding > most:
+                does = f"rounding alone changes gradients by {100 * rounding:.3g}%"
+                status = refusal_columns(f"it cannot be checked: {does}")
         if error == math.inf:
-            wrong = "gradients are missing or no numbers"
-        loss = trained_loss(changed, batch) if wrong is None else math.nan
+            status = status_columns("gradients are missing or no numbers")
+        loss = trained_loss(changed, batch) if status == OK else math.nan
     loss_of_yours = trained_loss(yours, batch)
     for model, mode in zip(models, modes, strict=True):
         model.train(mode)
     return {
-        **status_columns(wrong),
+        **status,
         "error": error,
         "loss_change": (loss - loss_of_yours) / max(abs(loss_of_yours), 1e-12),
         "first_s": first_s,
-        "is_exact": precision == "float32" and not draws_differently,
+        "is_exact": is_exact and error <= TOLERANCES[precision] and not draws_differently,
     }
 
 
@@ -90,12 +102,26 @@ def trained_loss(loop: Loop, batch: Any) -> float:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Give a model its parameters and buffers again after the block."""
-    before = deepcopy(model.state_dict())
+    """Give a model the values of its parameters and buffers again after the block.
+
+    Of those that it had: a layer may make a mask or its parameters in its first forward pass.
+    """
+    before = {
+        name: tensor.detach().clone() for name, tensor in _state(model) if not is_lazy(tensor)
+    }
     try:
         yield
     finally:
-        model.load_state_dict(before)
+        with torch.no_grad():
+            for name, tensor in _state(model):
+                if name in before and tensor.shape == before[name].shape:
+                    tensor.copy_(before[name])
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by name, also those that a state dict leaves out."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def rounding_error(
@@ -104,7 +130,7 @@ def rounding_error(
     """Return the error of gradients if each parameter is off by half a unit in the last place.
 
     In a network with batch norm and ReLU an activation near 0 gets another sign, and a gradient is
-    off by a percent: no exact change can do better.
+    off by a percent: no exact change can do better. 0 if it decides which parameters are used.
     """
     errors = []
     for seed in range(ROUNDINGS):
@@ -112,7 +138,7 @@ def rounding_error(
             round_otherwise(loop.training.model, seed, precision=precision)
             _, actual = loop.gradients(batch)
         errors.append(gradient_error(actual, expected, is_exact=precision == "float32"))
-    return max(errors)
+    return max((error for error in errors if error < math.inf), default=0.0)
 
 
 def round_otherwise(model: nn.Module, seed: int, *, precision: str = "float32") -> None:
@@ -125,6 +151,28 @@ def round_otherwise(model: nn.Module, seed: int, *, precision: str = "float32") 
         signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
         unit = max(torch.finfo(one).eps for one in (parameter.dtype, DTYPES[precision]))
         parameter.data += unit / 2 * signs.to(parameter) * parameter.data
+
+
+def allow_rounding(reference: Reference, rounded: Iterable[Reference]) -> Reference:
+    """Return the reference with the tolerances that its own rounding asks for.
+
+    `rounded` are the same training from parameters that are rounded otherwise. A parameter whose
+    change is rounding for the most part is left out: it says nothing of a strategy.
+    """
+    allowed = dict.fromkeys(reference.expected, PARAMETER_TOLERANCE)
+    for one in rounded:
+        for name, error in reference.errors(one.expected).items():
+            # Infinite: a parameter that no step changes differs by its rounding alone.
+            if error < math.inf:
+                allowed[name] = max(allowed[name], ROUNDING_MARGIN * error)
+    compared = [name for name, error in allowed.items() if error <= MAX_CHANGE_ROUNDING]
+    return replace(
+        reference,
+        expected={name: reference.expected[name] for name in compared},
+        scales={
+            name: reference.scales[name] * allowed[name] / PARAMETER_TOLERANCE for name in compared
+        },
+    )
 
 
 def gradient_error(
@@ -171,4 +219,11 @@ def are_equal(batch: Any, other: Any) -> bool:
     tensors, others = (
         [leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in (batch, other)
     )
-    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
+    return len(tensors) == len(others) and all(map(_is_same, tensors, others))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal, with NaN, which stands for what is missing, as one."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

@@ -5,7 +5,6 @@ parameters after two steps are those of one process that trains on the batches o
 """
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from labkit.bench.check import OK, largest, refusal_columns
+from labkit.bench.check import OK, largest, max_over_ranks, refusal_columns
 from labkit.nn.training import Workload
 from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
@@ -28,7 +27,6 @@ from labkit.parallel.sharding import whole_parameters
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import (
-    PARAMETER_TOLERANCE,
     STEPS,
     Reference,
     train_in_one_process,
@@ -36,8 +34,8 @@ from labkit.studies.shared.checks import (
 from labkit.studies.shared.held import held_bytes
 from labkit.studies.shared.sharding_strategies import shard
 from labkit.studies.your_training.check import (
-    ROUNDING_MARGIN,
     ROUNDINGS,
+    allow_rounding,
     first_batch,
     is_random,
     round_otherwise,
@@ -66,10 +64,14 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     rank = Rank.of(make, seed)
     device = str(rank.make().device)
+    # Hosts may round otherwise, and one that refuses would leave the others waiting.
+    is_rounding = max_over_ranks(float(not any(rank.reference.scales.values()))) > 0
     rows: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES:
         rows[name] = {"kind": "rank part", "strategy": name}
-        if name in OVER_SHARED_MEMORY and (device != "cpu" or transport_in_use()[0] != SHARED):
+        if is_rounding and name != LOCAL:
+            rows[name] |= refusal_columns("it cannot be checked: rounding alone decides parameters")
+        elif name in OVER_SHARED_MEMORY and (device != "cpu" or transport_in_use()[0] != SHARED):
             rows[name] |= refusal_columns("ranks do not share memory here")
     loops: dict[str, Loop] = {}
 
@@ -210,7 +212,8 @@ class Rank:
             ]
             return train_in_one_process(workloads, plan.build)
 
-        reference = allow_rounding(train(), [train(seed) for seed in range(ROUNDINGS)])
+        # One at a time: each has a copy of the model.
+        reference = allow_rounding(train(), (train(seed) for seed in range(ROUNDINGS)))
         return Rank(
             make=make,
             batch=batches[number],
@@ -253,19 +256,6 @@ class Rank:
         self.plan.reset(loop.training.optimizer)
         model.train(mode)
         return columns | held
-
-
-def allow_rounding(reference: Reference, rounded: Iterable[Reference]) -> Reference:
-    """Return the reference with the tolerance that its own rounding asks for.
-
-    `rounded` are the same training from parameters that are rounded otherwise.
-    """
-    errors = [reference.errors(one.expected) for one in rounded]
-    # Infinite: a parameter that no step changes differs by its rounding alone.
-    worst = max(error for of_one in errors for error in of_one.values() if error < math.inf)
-    factor = max(1.0, ROUNDING_MARGIN * worst / PARAMETER_TOLERANCE)
-    scales = {name: factor * scale for name, scale in reference.scales.items()}
-    return replace(reference, scales=scales)
 
 
 def _loss(training: Training, batch: Any, weight: float, model: nn.Module) -> Tensor:

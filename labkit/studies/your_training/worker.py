@@ -142,12 +142,12 @@ class Bench:
             if reason is not None:
                 yield {"change": name, **refusal_columns(reason)}
                 continue
-            rows = [row | {"session": session} for row in self._compare(name, (name,))]
+            rows = [row | {"session": session} for row in self.compare(name, (name,))]
             yield from rows
             if _pays(rows):
                 gains.append(name)
         if len(gains) > 1:
-            rows = list(self._compare(TOGETHER, tuple(gains)))
+            rows = list(self.compare(TOGETHER, tuple(gains)))
             yield from (row | {"session": len(self.point.changes) + 1} for row in rows)
 
     def measure_argument(self) -> Iterator[dict[str, Any]]:
@@ -158,7 +158,7 @@ class Bench:
             yield fits
         yield from measure_values(self.build, self.point.swept, values, self.point.rounds)
 
-    def _compare(self, label: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    def compare(self, label: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         """Yield two rows, yours and the changed one; one row with a reason if the change fails."""
         is_exact = all(CHANGES[name].precision == "float32" for name in names)
         precision = "float32" if is_exact else "bfloat16"
@@ -168,7 +168,8 @@ class Bench:
             checked = compare_results(yours, changed, precision=precision, seed=self.point.seed)
             if COMPILE in names:
                 # The last batch is smaller, and compiled when it first comes.
-                changed.run_epoch(LONGEST_EPOCH_S)
+                with changed.turn():
+                    changed.run_epoch(LONGEST_EPOCH_S)
             seconds = time_steps({YOURS: yours, label: changed}, **self.point.rounds)
         except SetupError as error:
             yield {"change": label, "status": "failed", "reason": str(error)}
