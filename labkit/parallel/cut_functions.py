@@ -30,8 +30,8 @@ _DISTANCES = {"cosine_similarity", "pairwise_distance", "cdist"}
 _REDUCTIONS = {*_NORMS, *_SUMS, *_EXPONENTIALS, *_COUNTS, *_EXTREMES, *_ORDERS, *_CUMULATIVE}
 # Those that give the whole's number from the ranks' numbers.
 _COMPOSED = {"sum", "count_nonzero", "norm", "max", "min", "amax", "amin", "any", "all"}
-# Limits the norm of each slice of one dimension, which is what it is called with.
-_LIMITS = {"renorm", "renorm_"}
+# Norms of each slice of one dimension, which is what they are called with.
+_LIMITS = {"renorm", "renorm_", "_weight_norm", "norm_except_dim"}
 _DECOMPOSITIONS = {"linalg_svd", "svd", "linalg_svdvals", "linalg_qr", "qr", "linalg_eigh"}
 _TURNS_IN_PLACE = {"t_", "transpose_", "swapaxes_", "swapdims_"}
 _MATMULS = {"matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}

@@ -70,7 +70,6 @@ class CutTensor(Tensor):
     add_ = _without_dispatch(Tensor.add_)
     mul_ = _without_dispatch(Tensor.mul_)
     addcdiv_ = _without_dispatch(Tensor.addcdiv_)
-    device = property(_without_dispatch(Tensor.device.__get__))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,7 +127,9 @@ class CutParameter(CutTensor, nn.Parameter):
                 # They get ordinary tensors. Else Python would see all of the twelve operators by
                 # which AdamW updates a parameter, some 20 us for each parameter.
                 return gradient.as_subclass(Tensor) if type(gradient) is CutGradient else gradient
-            if type(gradient) is Tensor:
+            # A view of a vector of all gradients has lost where it is cut.
+            is_moved = type(gradient) is CutGradient and gradient.cut_dim is None
+            if type(gradient) is Tensor or is_moved:
                 gradient = gradient.as_subclass(CutGradient)
                 set_cut(gradient, self.group, self.cut_dim)
                 _GRAD.__set__(self, gradient)  # the same object the next time
@@ -204,6 +205,8 @@ def _mark(func: Any, result: Any, args: Sequence[Any], options: Mapping[str, Any
     is_moved = func.__name__ in MOVES or func in MOVING_PROPERTIES
     for each in new:
         check_result(func.__name__, each, part)
+        if part.dim() and not each.dim():
+            continue  # one element, which a program may print
         # Also an ordinary tensor that was changed in place, such as an average of gradients.
         each.__class__ = part.result_class
         is_cut_alike = each.shape == part.shape and not is_moved
@@ -215,7 +218,9 @@ def _mark_gradients(gradients: Sequence[Any], inputs: Sequence[Tensor]) -> None:
     for gradient, part in zip(gradients, inputs, strict=True):
         if gradient is not None and isinstance(part, CutTensor):
             gradient.__class__ = CutGradient
-            set_cut(gradient, part.group, part.cut_dim)
+            # Of a batch of gradients, the dimensions are others.
+            is_alike = gradient.shape == part.shape
+            set_cut(gradient, part.group, part.cut_dim if is_alike else None)
 
 
 def _is_marked(tensor: Tensor) -> bool:

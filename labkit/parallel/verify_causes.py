@@ -20,7 +20,7 @@ from labkit.torch_private import DropoutNd
 
 UNKNOWN = "no known pattern"
 # A pattern explains an error if it leaves less than this share of it. In 16 bits all patterns may
-# be within rounding; and the mean of p ranks' rounding is still sqrt(1/p) of it.
+# be within rounding.
 MAX_LEFT = 0.25
 # Ranks differ if what they have in common leaves more than this share of the error.
 MAX_ALIKE = 0.01
@@ -146,8 +146,10 @@ def explain_gradient(
     if not all(value.isfinite().all() for value in actual):
         return "not finite: a part of the batch without targets has no mean"
     within = 4 * case.ranks * tolerance  # a sum of ranks' rounding
-    cause = _explain_differences(case, name, actual, right, within)
-    return cause or _explain_value(case, name, actual[0], right, within)
+    # The rank that is off most: another one may be right.
+    worst = max(actual, key=lambda value: float((value - right).norm()))
+    cause = _explain_differences(case, name, actual, worst, right, within)
+    return cause or _explain_value(case, name, worst, right, within)
 
 
 def _equal(a: Tensor, b: Tensor, within: float) -> bool:
@@ -161,19 +163,28 @@ def _explains(pattern: Tensor, value: Tensor, right: Tensor, within: float) -> b
 
 
 def _explain_differences(
-    case: Case, name: str, actual: Sequence[Tensor], right: Tensor, within: float
+    case: Case,
+    name: str,
+    actual: Sequence[Tensor],
+    worst: Tensor,
+    right: Tensor,
+    within: float,
 ) -> str:
     """Return why ranks have different gradients of a parameter that they all have; "" if they have
-    the same ones."""
+    the same ones. `worst`: the value that is off most."""
     total = torch.stack(list(actual)).sum(0)
     mean = total / case.ranks
-    # The rank that is off most: another one may be right.
-    worst = max(actual, key=lambda value: float((value - right).norm()))
     off = (worst - right).norm()
     if (worst - mean).norm() > MAX_ALIKE * off:
-        if _equal(mean, right, within) and (mean - right).norm() < MAX_LEFT * off:
+        # The mean of p ranks' rounding is sqrt(1/p) of it.
+        most = min(MAX_LEFT, 0.5 / case.ranks**0.5) * off
+        if _equal(mean, right, within) and (mean - right).norm() < most:
             return "not averaged: each rank has its local gradient, and their mean is right"
-        if _equal(total, right, within) and (total - right).norm() < MAX_LEFT * off:
+        # If all ranks have a p-th of the right gradient, but for rounding, their sum is right, too.
+        share_off = (case.ranks * worst - right).norm()
+        if _equal(total, right, within) and (total - right).norm() < min(
+            most, MAX_LEFT * share_off
+        ):
             return "not summed: each rank has its part of the gradient, and their sum is right"
         for cause, gradient in _tied_faults(case, name):
             if any(_explains(gradient, value, right, within) for value in actual):

@@ -163,6 +163,7 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "limit on columns, in place": lambda p: p.data.add_(p.grad).renorm_(2, 1, 1.0),
     "temperature over what is cut": lambda p: p.log_softmax(0),
     "running product": lambda p: p.grad.cumprod(0),
+    "weight norm of columns": lambda p: torch._weight_norm(p, torch.ones(1, 3).double(), 1),
     "norm as penalty": lambda p: _with_graph(lambda: p.norm()),
     "largest weight as penalty": lambda p: _with_graph(lambda: p.abs().max()),
     "spectral norm": lambda p: torch.linalg.svdvals(p.detach() + p.data),
@@ -228,6 +229,12 @@ def test_reductions_that_are_right_are_those_of_one_process() -> None:
         limited = cut.renorm(2, 0, 0.1).norm(dim=1).detach()
         torch.testing.assert_close(limited, matrix.new_full((2,), 0.1))
     torch.testing.assert_close(cut.norm(dim=1).detach(), matrix.new_full((2,), 0.75).sqrt())
+    # what a program prints, and a view of a vector of all gradients
+    assert f"{gradient.detach()[1, 1]:.2f}" == f"{gradient.detach().tolist()[1][1]:.2f}"
+    cut.grad = torch.cat([matrix.chunk(2)[rank].view(-1)]).view(2, 3)
+    vector = cut.grad.view(-1)
+    cut.grad = vector.view(2, 3)
+    torch.testing.assert_close(cut.grad.norm(), matrix.norm())
     # a penalty on weights, in each rank's loss
     cut.grad = None
     penalties = [tensor.square().sum().sqrt() for tensor in (cut, whole)]

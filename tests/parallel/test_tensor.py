@@ -442,6 +442,25 @@ def test_dropout() -> list[str]:
     return wrong
 
 
+class ReadsDevice(own_model.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        zeros = torch.zeros(own_model.D, device=self.up.weight.device, dtype=x.dtype)
+        return super().forward(x) + zeros
+
+
+@on_ranks(2)
+def test_a_compiled_block_may_read_the_device_of_a_part() -> None:
+    whole = own_model.build()
+    for block in whole.blocks:
+        block.__class__ = ReadsDevice
+    model = tensor_parallel(whole, plan=own_model.PLAN)
+    tokens = own_batch()[0]
+    expected = model(tokens)
+    for block in model.module.blocks:
+        block.compile(backend="eager")
+    torch.testing.assert_close(model(tokens), expected)
+
+
 @on_ranks(2)
 def test_states(tmp_path: Path) -> list[str]:
     """Parts are saved and loaded, copied and drawn as one model; a part is never taken for it."""

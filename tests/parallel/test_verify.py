@@ -24,6 +24,7 @@ from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.verify import Parallel, over_sequence, verify
+from labkit.parallel.verify_causes import Case, explain_gradient
 
 SHAPE = TransformerShape(d_model=16, d_ff=24, n_layers=2, n_heads=4, vocabulary=12)
 TOKENS = (torch.arange(64) * 5 % 11).view(4, 16)
@@ -475,3 +476,29 @@ def test_a_cause_is_named_only_if_it_explains_most_of_the_error() -> None:
         for fault in IN_BFLOAT16:
             assert FAULTS[fault][-1] in causes[fault]
         assert "drift" in causes["noise"] or "no known pattern" in causes["noise"]
+
+
+def of_one_parameter() -> Case:
+    return Case(nn.Linear(2, 8, bias=False), None, (torch.ones(1, 2), torch.ones(1, 8)), 2)
+
+
+def explain(values: list[Tensor], right: Tensor, tolerance: float) -> str:
+    case = of_one_parameter()
+    case.ranks = len(values)
+    with patch.object(Case, "part_gradients", lambda self: []):
+        return explain_gradient(case, "weight", values, {"weight": right}, tolerance)
+
+
+def test_the_rank_that_is_off_is_explained() -> None:
+    right = torch.randn(8, 2, dtype=torch.float64)
+    off = right.clone()
+    off[3] += 0.25
+    assert "from 3 to 3" in explain([right, off], right, 0.1)
+
+
+def test_values_that_differ_by_rounding_are_one_value() -> None:
+    right = torch.randn(8, 2, dtype=torch.float64)
+    halves = [right / 2 + 0.01 * torch.randn_like(right) for _ in range(2)]
+    assert "averaged twice" in explain(halves, right, 0.02)
+    noisy = [right + 0.1 * torch.randn_like(right) for _ in range(16)]
+    assert "not averaged" not in explain(noisy, right, 0.02)
