@@ -2,8 +2,8 @@
 
 An interval of time is the predicted time times exp(-low) to exp(high). Each exponent has a width
 that the run's source sets, and grows with the root of the distance to the nearest measured run. An
-unnamed framework may be any of the published ones, so its interval also reaches from the fastest of
-their profiles to the slowest, and to one that gathers no parameters ahead.
+unnamed framework may be any of the published ones, so its interval also reaches from the fastest to
+the slowest of their profiles.
 
 `benchmarks/fit_scaling.py` takes the widths from errors on runs that folds had left out of the
 constants, and writes `intervals.csv` (split conformal prediction: Lei et al. 2018).
@@ -15,11 +15,10 @@ from functools import cache
 import numpy as np
 
 from labkit.scaling import read_table
-from labkit.scaling.communication import parameter_gather_s
 from labkit.scaling.constants import CALIBRATED, GENERIC
 from labkit.scaling.models import Numbers, step_flops
 from labkit.scaling.runs import Runs, Texts
-from labkit.scaling.step_time import breakdown
+from labkit.scaling.step_time import predict_step_s
 
 # Sources of known frameworks without widths of their own.
 OTHERS = "other sources"
@@ -54,7 +53,7 @@ def find_sources(runs: Runs, measured: Runs) -> Texts:
 def profile_range(runs: Runs, seconds: Numbers, sources: Texts) -> Ends:
     """Return log distances from `seconds` to the fastest and to the slowest published framework.
 
-    The slowest gathers no parameters ahead. 0 for runs whose framework is named.
+    0 for runs whose framework is named.
     """
     low = np.zeros(len(runs))
     high = np.zeros(len(runs))
@@ -65,18 +64,11 @@ def profile_range(runs: Runs, seconds: Numbers, sources: Texts) -> Ends:
     # parallelism over nodes, where others do not.
     profiles = sorted(runs.constants.table["slowdown"].keys() - {"default"})
     every = runs.take(np.tile(np.flatnonzero(rows), len(profiles)))
-    every = every.with_frameworks(np.repeat(profiles, rows.sum()))
-    parts = breakdown(every)
-    fastest = np.sum(list(parts.values()), axis=0)
-    # All published frameworks gather the next layer's parameters while this one computes. Without
-    # that, 175B on 1,536 A100 took 67 s per step, where 14 s are predicted (arXiv:2104.04473,
-    # table 2).
-    layers = every.micro_batches * every.stage_layers.max(axis=1)
-    slowest = fastest - parts["gather_s"] + layers * parameter_gather_s(every)
-    shape = (len(profiles), -1)
-    low[rows] = np.log(seconds[rows] / fastest.reshape(shape).min(axis=0))
-    high[rows] = np.log(slowest.reshape(shape).max(axis=0) / seconds[rows])
-    return np.maximum(low, 0.0), np.maximum(high, 0.0)
+    by_profile = predict_step_s(every.with_frameworks(np.repeat(profiles, rows.sum())))
+    ratios = np.log(by_profile.reshape(len(profiles), -1) / seconds[rows])
+    low[rows] = np.maximum(-ratios.min(axis=0), 0.0)
+    high[rows] = np.maximum(ratios.max(axis=0), 0.0)
+    return low, high
 
 
 def sum_exponents(sources: Texts, distance: Numbers, ranges: Ends, widths: Widths) -> Ends:

@@ -12,7 +12,6 @@ import pytest
 from labkit.scaling import memory
 from labkit.scaling.constants import read_constants
 from labkit.scaling.hardware import HARDWARE
-from labkit.scaling.models import find_model
 from labkit.scaling.prediction import FITS_SHARE, predict, predict_runs
 from labkit.scaling.published import find_nearest, held_out_s, is_timed, load_measured, nearest
 from labkit.scaling.scores import held_out
@@ -111,22 +110,6 @@ def test_a_measured_bandwidth_slows_what_crosses_nodes_alone():
     assert slower(wide, 20) > 1.5
     assert slower(wide, 340) == pytest.approx(1, abs=0.1)
     assert slower(inside, 20) == 1
-
-
-def test_a_framework_without_a_name_may_gather_no_parameters_ahead():
-    """As DeepSpeed did for 175B (arXiv:2104.04473, table 2). Inside a node it hardly matters."""
-    layout = {"shard": "zero3", "recompute": "full", "precision": "fp16"}
-    large = find_model("gpt-3-175b")
-    low, high = predict(
-        run(large, "a100", seq_len=2048, dp=1536, global_batch=1536, **layout)
-    ).interval_90
-    assert low < 66.8 < high
-    inside = {"dp": 8, "global_batch": 8}
-    sharded, whole = (
-        predict(run(LLAMA_8B, "a100", **inside | layout | {"shard": shard}))
-        for shard in ("zero3", "none")
-    )
-    assert sharded.interval_90[1] / sharded.step_s < 1.1 * whole.interval_90[1] / whole.step_s
 
 
 def test_memory(published, predictions):
