@@ -51,6 +51,17 @@ def _without_dispatch(method: Any) -> Any:
     return call
 
 
+_DEVICE: Any = Tensor.device
+
+
+class _Device:
+    """The device of a part. No property: `torch.compile` would look into one without an end."""
+
+    def __get__(self, part: Any, owner: Any = None) -> Any:
+        with DisableTorchFunctionSubclass():
+            return _DEVICE.__get__(part, owner)
+
+
 class CutTensor(Tensor):
     """This rank's part of a cut tensor, whose shape and `numel()` are those of the part.
 
@@ -70,6 +81,7 @@ class CutTensor(Tensor):
     add_ = _without_dispatch(Tensor.add_)
     mul_ = _without_dispatch(Tensor.mul_)
     addcdiv_ = _without_dispatch(Tensor.addcdiv_)
+    device = _Device()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
