@@ -54,22 +54,12 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
     _, expected = yours.gradients(batch)
     rounding = rounding_error(yours, batch, expected, precision=precision)
     is_exact = precision == "float32"
-    most = MAX_ROUNDING[precision]
-    limit = max(TOLERANCES[precision], min(most, ROUNDING_MARGIN * rounding))
     with changed.turn():
         start = time.perf_counter()
         _, actual = changed.gradients(batch)
         first_s = time.perf_counter() - start
         error = gradient_error(actual, expected, is_exact=is_exact)
-        status = status_columns(None)
-        if error > limit:
-            off = f"gradients are off by {100 * error:.3g}%"
-            status = status_columns(f"{off}, and rounding explains {100 * limit:.3g}%")
-            if ROUNDING_MARGIN * rounding > most:
-                does = f"rounding alone changes gradients by {100 * rounding:.3g}%"
-                status = refusal_columns(f"it cannot be checked: {does}")
-        if error == math.inf:
-            status = status_columns("gradients are missing or no numbers")
+        status = _judge(error, rounding, precision)
         loss = trained_loss(changed, batch) if status == OK else math.nan
     loss_of_yours = trained_loss(yours, batch)
     for model, mode in zip(models, modes, strict=True):
@@ -81,6 +71,22 @@ def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) ->
         "first_s": first_s,
         "is_exact": is_exact and error <= TOLERANCES[precision] and not draws_differently,
     }
+
+
+def _judge(error: float, rounding: float, precision: str) -> dict[str, str]:
+    """Return the status of gradients with this error, and the reason unless they are right."""
+    if error == math.inf:
+        return status_columns("gradients are missing or no numbers")
+    explained = ROUNDING_MARGIN * rounding
+    most = MAX_ROUNDING[precision]
+    limit = max(TOLERANCES[precision], min(most, explained))
+    if error <= limit:
+        return status_columns(None)
+    if explained > most:
+        does = f"rounding alone changes gradients by {100 * rounding:.3g}%"
+        return refusal_columns(f"it cannot be checked: {does}")
+    off = f"gradients are off by {100 * error:.3g}%"
+    return status_columns(f"{off}, and rounding explains {100 * limit:.3g}%")
 
 
 def first_batch(training: Training, seed: int) -> Any:

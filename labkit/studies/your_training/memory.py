@@ -27,8 +27,8 @@ def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
 
     `holder`: "parameters", "optimizer states", "gradients", the optimizer's step with its temporary
     tensors, or the line of the reader's that allocated it, in the backward pass the line that is
-    differentiated. Bytes are counted from what
-    operators return, without the batch, a kernel's scratch and the allocator's rounding.
+    differentiated. Bytes are counted from what operators return, without the batch, a kernel's
+    scratch and the allocator's rounding.
     """
     training = loop.training
     model = training.model
