@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -132,11 +133,12 @@ def test_lines_memory_and_flops_of_a_step_are_those_of_the_file() -> None:
     assert sum(row["backward_share"] for row in lines) <= 1 + 1e-9
 
 
-def test_memory_that_a_step_finds_counts_once_and_its_batch_never() -> None:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch[:, :-1]).square().mean()
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_memory_that_a_step_finds_counts_once_and_its_batch_never(kind: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch["x"][:, :-1]).square().mean()
 
-    batch = torch.ones(2, 257)
+    batch = kind(x=torch.ones(2, 257))
     loop = Loop(build(lambda: (nn.Linear(256, 256, bias=False), [batch], loss)))
     # In a thread, below which no line of this file stands: it would hold the update's tensors.
     with loop.turn(), ThreadPoolExecutor() as pool:
@@ -470,7 +472,8 @@ def test_buffers_are_restored_and_new_ones_do_no_harm() -> None:
 def test_a_batch_with_missing_values_is_equal_to_itself() -> None:
     batch = {"x": torch.tensor([1.0, math.nan]), "name": "a"}
     assert are_equal(batch, {"x": torch.tensor([1.0, math.nan]), "name": "b"})
-    assert not are_equal(batch, {"x": torch.tensor([1.0, 2.0]), "name": "a"})
+    for kind in (dict, UserDict):
+        assert not are_equal(kind(batch), kind(x=torch.tensor([1.0, 2.0]), name="a"))
 
 
 def test_a_model_with_whole_numbers_among_its_parameters_is_compared() -> None:

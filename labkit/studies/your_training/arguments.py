@@ -5,15 +5,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
-from torch import Tensor
-
 from labkit.bench.check import OK
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.studies.shared.held import FIT_SHARE
 from labkit.studies.your_training.loop import Loop, time_steps
 from labkit.studies.your_training.memory import available_bytes, count_peak
-from labkit.studies.your_training.setup import SetupError, Training, check_first_step
-from labkit.torch_private import tree_leaves
+from labkit.studies.your_training.setup import (
+    SetupError,
+    Training,
+    check_first_step,
+    tensors_in,
+)
 
 BATCH = "batch"
 # Batches that are measured, as multiples of the default.
@@ -57,9 +59,9 @@ def measure_values(
 
 def count_samples(batch: Any) -> int:
     """Return the length of the first dimension of a batch's first tensor; 1 without one."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return max(1, len(leaf))
+    for tensor in tensors_in(batch):
+        if tensor.dim() > 0:
+            return max(1, len(tensor))
     return 1
 
 

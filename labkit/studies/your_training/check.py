@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from labkit.bench.check import OK, largest, refusal_columns, status_columns
 from labkit.studies.shared.checks import PARAMETER_TOLERANCE, TOLERANCES, Reference
 from labkit.studies.your_training.loop import Loop
-from labkit.studies.your_training.setup import Training, seed_everything
-from labkit.torch_private import tree_leaves
+from labkit.studies.your_training.setup import Training, seed_everything, tensors_in
 
 # Smallest scale of a gradient's error, as a share of the model's largest gradient. Some gradients
 # are rounding alone, such as that of a bias before batch norm: their exact value is 0.
@@ -222,9 +221,7 @@ def is_random(loop: Loop, batch: Any, seed: int) -> bool:
 
 def are_equal(batch: Any, other: Any) -> bool:
     """Return whether two batches have equal tensors; words, paths and the like do not count."""
-    tensors, others = (
-        [leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in (batch, other)
-    )
+    tensors, others = tensors_in(batch), tensors_in(other)
     return len(tensors) == len(others) and all(map(_is_same, tensors, others))
 
 

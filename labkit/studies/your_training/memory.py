@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.lab.user_lines import user_file
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.studies.shared.held import storage_bytes
 from labkit.studies.your_training.loop import Loop
-from labkit.torch_private import tree_leaves
+from labkit.studies.your_training.setup import tensors_in
 
 ELSEWHERE = "other code"
 GRADIENTS = "gradients"
@@ -42,12 +41,12 @@ def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
             loop.update()
     kept = {
         PARAMETERS: [*model.parameters(), *model.buffers()],
-        STATES: tree_leaves([*training.optimizer.state.values()]),
-        BATCH: tree_leaves(batch),
+        STATES: tensors_in([*training.optimizer.state.values()]),
+        BATCH: tensors_in(batch),
     }
     # An operator that returns a view of these, or writes into them, has allocated nothing.
-    for holder, leaves in kept.items():
-        ledger.label(holder, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    for holder, tensors in kept.items():
+        ledger.label(holder, tensors)
     allocations = [one for one in ledger.allocations if one.category not in kept]
     peak = peak_between(allocations, 0, ledger.moment)
     held = Counter({name: storage_bytes(kept[name]) for name in (PARAMETERS, STATES)})

@@ -244,6 +244,18 @@ def _checked(result: Any) -> Training:
     return Training(model, batches, loss, optimizer, has_own_optimizer=bool(optimizers))
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors in nested containers."""
+    tensors = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        # torch's trees end at other mappings than dict, such as the batches of tokenizers.
+        elif isinstance(leaf, Mapping):
+            tensors += tensors_in([*leaf.values()])
+    return tensors
+
+
 def describe(value: Any) -> str:
     """Describe a value of the wrong kind: "a tensor of shape (4, 3)", "a tuple of 2"."""
     if isinstance(value, Tensor):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.bench.check import OK, refusal_columns
@@ -28,9 +28,9 @@ from labkit.studies.your_training.setup import (
     build,
     check_first_step,
     load_setup,
+    tensors_in,
 )
 from labkit.studies.your_training.yardstick import time_yardstick
-from labkit.torch_private import tree_leaves
 
 YOURS = "yours"
 STEP = "step"
@@ -206,7 +206,7 @@ def describe_training(training: Training, batch: Any, without: list[str]) -> dic
     """Return columns of what a setup returned: model, parameters, batch, optimizer, loader."""
     model: nn.Module = training.model
     loader: Any = training.batches
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(batch)
     return {
         "model": type(model).__name__,
         "n_parameters": sum(parameter.numel() for parameter in model.parameters()),
