@@ -634,6 +634,29 @@ def test_values_of_an_argument_are_timed_per_sample() -> None:
     assert len(rows[0]["seconds"]) == len(rows[1]["seconds"]) >= 6
 
 
+def test_seconds_per_sample_are_of_as_many_samples_as_the_turn_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Epochs of eight samples and two.
+    rows_of_data: Any = list(torch.randn(10, 8))
+
+    def make(batch: int) -> Any:
+        return build(lambda: linear(DataLoader(rows_of_data, batch_size=batch)))
+
+    def time_turn(actions: Any, *, calls: int, prepare: Any, **_: Any) -> dict[str, list[float]]:
+        for name, action in actions.items():
+            prepare(name)
+            for _call in range(calls):
+                action()
+        return {name: [1.0] for name in actions}
+
+    module = "labkit.studies.your_training.loop"
+    monkeypatch.setattr(f"{module}.time_interleaved", time_turn)
+    monkeypatch.setattr(f"{module}.MAX_CALLS", 2)
+    seconds = {row["argument"]: row["seconds"] for row in measure_values(make, "batch", (5, 8), {})}
+    assert seconds == {"batch=5": [1 / 5], "batch=8": [1 / 5]}
+
+
 def test_the_batches_that_fit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def largest(available: float) -> float:
         package = "labkit.studies.your_training"

@@ -3,7 +3,12 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
+
+from torch import Tensor
 
 from labkit.bench.check import OK
 from labkit.parallel.ranks.results import is_out_of_memory
@@ -11,6 +16,7 @@ from labkit.studies.shared.held import FIT_SHARE
 from labkit.studies.your_training.loop import Loop, time_steps
 from labkit.studies.your_training.memory import available_bytes, count_peak
 from labkit.studies.your_training.setup import (
+    Loss,
     SetupError,
     Training,
     check_first_step,
@@ -32,7 +38,7 @@ def measure_values(
 ) -> Iterator[dict[str, Any]]:
     """Yield seconds per sample for each value of an argument, measured in turns."""
     loops: dict[str, Loop] = {}
-    n_samples: dict[str, int] = {}
+    samples: dict[str, Samples] = {}
     for value in values:
         label = f"{name}={value}"
         about = {"kind": "argument", "argument": label}
@@ -46,15 +52,38 @@ def measure_values(
                 raise
             yield about | {"status": "oom", "reason": "out of memory"}
         else:
-            loops[label] = Loop(training)
-            n_samples[label] = count_samples(batch)
+            samples[label] = Samples(training.loss, count_samples(batch))
+            counted = replace(training, loss=samples[label])
+            loops[label] = Loop(counted, settings=[samples[label].turn])
     if not loops:
         return
     for label, steps in time_steps(loops, **rounds).items():
+        # A turn begins with steps that are not timed.
+        turns = [turn[loops[label].prefetched :] for turn in samples[label].turns[-len(steps) :]]
         # Per sample, so that batches of different sizes compare.
-        size = n_samples[label]
-        row: dict[str, Any] = {"kind": "argument", "argument": label, "n_samples": size}
-        yield row | OK | {"seconds": [step / size for step in steps]}
+        seconds = [step / fmean(turn) for step, turn in zip(steps, turns, strict=True)]
+        size = samples[label].of_first
+        yield {"kind": "argument", "argument": label, "n_samples": size, "seconds": seconds} | OK
+
+
+@dataclass
+class Samples:
+    """A loss that counts the samples of each batch by turn: the last one of an epoch has fewer."""
+
+    loss: Loss
+    of_first: int
+    """Samples of the first batch, which names the value in tables."""
+    turns: list[list[int]] = field(default_factory=list)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Begin to count a turn."""
+        self.turns.append([])
+        yield
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        self.turns[-1].append(count_samples(batch))
+        return self.loss(model, batch)
 
 
 def count_samples(batch: Any) -> int:
