@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from labkit.lab.metric import Results
 from labkit.parallel import data_parallel
 from labkit.parallel.data_parallel import LOCAL
+from labkit.studies.shared import alternatives
 from labkit.studies.your_training.rank_tables import lateness, scaling
 from labkit.studies.your_training.ranks import STRATEGIES, measure_ranks, share_batches
 from labkit.studies.your_training.setup import SetupError, Training, build, load_setup
@@ -114,6 +115,33 @@ def test_a_wrapper_that_leaves_ranks_out_is_wrong_though_their_batches_are_equal
         data_parallel.IMPLEMENTATIONS["naive"] = right
     wrong = [row for row in rows if row["strategy"] == "naive"]
     assert [row["status"] for row in wrong] == ["wrong"]
+
+
+def with_workers():
+    loader = DataLoader(list(torch.randn(8, 8)), batch_size=2, num_workers=1)
+    model, _, loss = one_batch()
+    return model, loader, loss
+
+
+@on_ranks(2)
+def test_a_turn_has_a_step_for_each_batch_that_workers_prepare():
+    turns = []
+
+    def time_none(alternatives, **_):
+        turns.extend(alternatives.values())
+        return {name: {part: [1.0] for part in parts} for name, parts in alternatives.items()}
+
+    clock = alternatives.time_parts_interleaved
+    alternatives.time_parts_interleaved = time_none
+    try:
+        rows = rows_on_ranks(with_workers)
+    finally:
+        alternatives.time_parts_interleaved = clock
+    assert turns
+    for parts in turns:
+        assert [part.endswith("input") for part in parts].count(True) == 2
+    local = [row for row in rows if row["strategy"] == LOCAL]
+    assert sum(row["seconds"][0] for row in local if row["part"] == "input") == 1.0
 
 
 def fails_on_rank_1():

@@ -76,7 +76,8 @@ def lateness(results: Results) -> pd.DataFrame:
     ).dropna()
     table = []
     for world_size, ranks in rows.groupby("world_size"):
-        parts = ranks.pivot_table(index=["part", "repeat"], columns="rank", values="seconds")
+        # Summed: with a loader's workers, a part of the mean step is of several rows.
+        parts = ranks.pivot_table("seconds", ["part", "repeat"], "rank", aggfunc="sum")
         steps = parts.groupby("repeat").sum()
         for rank in steps:
             estimate = estimate_paired(_behind_others(steps, rank).to_numpy(float))

@@ -74,16 +74,24 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
         elif name in OVER_SHARED_MEMORY and (device != "cpu" or transport_in_use()[0] != SHARED):
             rows[name] |= refusal_columns("ranks do not share memory here")
     loops: dict[str, Loop] = {}
+    # A loader's workers end their batches together: one step alone would wait for all or for none.
+    n_steps = max(1, rank.wrap(LOCAL).prefetched)
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
         loops[name] = rank.wrap(name)
         columns = rank.check(loops[name]) if name != LOCAL else dict(OK)
-        return columns, loops[name].parts
+        parts = loops[name].parts.items()
+        return columns, {f"{n} {part}": run for n in range(n_steps) for part, run in parts}
 
     # The check fills `loops`, before the first turn begins.
     with taking_turns(loops) as begin:
         options: dict[str, Any] = {"before": dist.barrier, "prepare": begin, **rounds}
-        yield from check_and_time(rows, check, "part", device=device, **options)
+        for row in check_and_time(rows, check, "part", device=device, **options):
+            if "part" in row:
+                # Shares of the mean step, which the parts of all steps add up to.
+                row["part"] = row["part"].partition(" ")[2]
+                row["seconds"] = [seconds / n_steps for seconds in row["seconds"]]
+            yield row
 
 
 @dataclass(frozen=True)
