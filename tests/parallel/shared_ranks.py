@@ -159,10 +159,12 @@ def find_accepted(
 ) -> list[str]:
     """Return which calls do not raise one line with their text.
 
-    As a ValueError, or one of these kinds.
+    As a ValueError, or one of these kinds. A text is a must: else a mistake in the call, as a name
+    of an argument that is gone, would pass for a refusal.
     """
     wrong = []
     for expected, call in calls:
+        assert expected
         try:
             call()
             wrong.append(f"{expected}: accepted")

@@ -279,8 +279,9 @@ def test_exchange() -> list[str]:
                     wrong.append(f"pair {by} {length}")
     x = torch.ones(3)
     calls = [
-        ("", partial(exchange, *each))
-        for each in ((x, 3, None, None), (x, None, None, None), (None,) * 4)
+        ("got 3", partial(exchange, x, 3, None, None)),
+        ("got None", partial(exchange, x, None, None, None)),
+        ("a tensor to send", partial(exchange, None, None, None, None)),
     ]
     return wrong + find_accepted(calls)
 

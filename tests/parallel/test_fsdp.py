@@ -557,17 +557,27 @@ def _prune(model: Any) -> None:
     prune.identity(model[0], "weight")
 
 
+NEW_PARAMETERS: dict[Callable[[Any], None], str] = {
+    _put_adapter: "0.down.weight was added",
+    _put_layer: "2.weight was replaced",
+    _register_gain: "0.gain was added",
+    _parametrize: "0.weight was replaced",
+    _prune: "0.weight was replaced",
+}
+"""Ways in which users add some, and what is said of each."""
+
+
 @on_ranks(2)
 def test_new_parameters() -> list[str]:
     """New parameters would train on local gradients: all ranks refuse them, and moved ones."""
     wrong = []
-    for change in (_put_adapter, _put_layer, _register_gain, _parametrize, _prune):
+    for change, expected in NEW_PARAMETERS.items():
         for options in ({}, {"reshard_after_backward": False}, {"units": ()}):
             for ranks in ((0, 1), (1,)):
                 model = FSDP(plain(), **options)
                 if dist.get_rank() in ranks:
                     change(model.module)
-                wrong += find_accepted([("", partial(model, inputs()))])
+                wrong += find_accepted([(expected, partial(model, inputs()))])
     model = plain()
     gain = model.gain = nn.Parameter(torch.ones(()))
     FSDP(model, ignored_params=[gain])(inputs()).sum().backward()
@@ -661,57 +671,104 @@ def test_torch_is_unchanged() -> list[str]:
     return wrong + [f"a call: {name}" for name in vars(model.module) if "call_impl" in name]
 
 
-REFUSALS: dict[str, Callable[[int], Any]] = {
-    "shapes": lambda rank: FSDP(nn.Linear(3, 4 + rank)),
-    "number": lambda rank: FSDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)])),
-    "nothing to train": lambda rank: FSDP(nn.ReLU()),
-    "compute_dtype": lambda rank: FSDP(plain(), compute_dtype=torch.int32),
-    "another compute_dtype": lambda rank: FSDP(
-        plain(), compute_dtype=torch.float16 if rank else torch.bfloat16
+REFUSALS: dict[str, tuple[str, Callable[[int], Any]]] = {
+    "shapes": ("rank 0 has weight=(4, 3)", lambda rank: FSDP(nn.Linear(3, 4 + rank))),
+    "number": (
+        "the same model on every rank",
+        lambda rank: FSDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)])),
     ),
-    "parameters that overlap": lambda rank: FSDP(_overlapping()),
-    "prefetch": lambda rank: FSDP(plain(), prefetch=-1),
-    "a class that is not there": lambda rank: FSDP(plain(), units=[TransformerLayer]),
-    "a list as a unit": lambda rank: FSDP(TwoHeads(), units=[nn.ModuleList]),
-    "other units": lambda rank: FSDP(plain(), units=[nn.Linear] if rank else []),
-    "another setting": lambda rank: FSDP(plain(), reshard_after_forward=bool(rank)),
-    "transport": lambda rank: FSDP(plain(), transport="pigeons"),
-    "trained complex": lambda rank: FSDP(nn.Linear(2, 2, dtype=torch.complex64)),
-    "meta on rank 1": lambda rank: FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")),
-    "lazy on rank 1": lambda rank: FSDP(
-        nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))
+    "nothing to train": ("that requires a gradient", lambda rank: FSDP(nn.ReLU())),
+    "compute_dtype": (
+        "dtypes must be among",
+        lambda rank: FSDP(plain(), compute_dtype=torch.int32),
     ),
-    "hooks from before": lambda rank: FSDP(_hooked()),
-    "moved": lambda rank: FSDP(plain()).double(),
-    "moved inside": lambda rank: _after_wrapping(lambda module: module.double()),
-    "reordered inside": lambda rank: _after_wrapping(
-        lambda module: module.to(memory_format=torch.channels_last)
+    "another compute_dtype": (
+        "rank 0 has compute_dtype=",
+        lambda rank: FSDP(plain(), compute_dtype=torch.float16 if rank else torch.bfloat16),
     ),
-    "replaced inside": lambda rank: _after_wrapping(_replace),
+    "parameters that overlap": ("share no elements", lambda rank: FSDP(_overlapping())),
+    "prefetch": ("prefetch 0 units or more", lambda rank: FSDP(plain(), prefetch=-1)),
+    "a class that is not there": (
+        "got TransformerLayer",
+        lambda rank: FSDP(plain(), units=[TransformerLayer]),
+    ),
+    "a list as a unit": ("got ModuleList", lambda rank: FSDP(TwoHeads(), units=[nn.ModuleList])),
+    "other units": (
+        "rank 0 has units=",
+        lambda rank: FSDP(plain(), units=[nn.Linear] if rank else []),
+    ),
+    "another setting": (
+        "rank 0 has reshard_after_forward=False",
+        lambda rank: FSDP(plain(), reshard_after_forward=bool(rank)),
+    ),
+    "transport": ("got 'pigeons'", lambda rank: FSDP(plain(), transport="pigeons")),
+    "trained complex": (
+        "weight is torch.complex64",
+        lambda rank: FSDP(nn.Linear(2, 2, dtype=torch.complex64)),
+    ),
+    "meta on rank 1": (
+        "weight is on meta",
+        lambda rank: FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")),
+    ),
+    "lazy on rank 1": (
+        "0.weight is lazy",
+        lambda rank: FSDP(nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))),
+    ),
+    "hooks from before": ("parameters without hooks", lambda rank: FSDP(_hooked())),
+    "moved": ("cast before it is wrapped", lambda rank: FSDP(plain()).double()),
+    "moved inside": (
+        "0.weight was moved or cast",
+        lambda rank: _after_wrapping(lambda module: module.double()),
+    ),
+    "reordered inside": (
+        "Couldn't swap Linear.weight",
+        lambda rank: _after_wrapping(lambda module: module.to(memory_format=torch.channels_last)),
+    ),
+    "replaced inside": ("0.weight was replaced", lambda rank: _after_wrapping(_replace)),
     "a state of other shapes": (
-        lambda rank: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)})
+        "the shape (16, 6), got (3, 3)",
+        lambda rank: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)}),
     ),
-    "sharded already": lambda rank: FSDP(FSDP(plain()).module),
+    "sharded already": ("whole, dense parameters", lambda rank: FSDP(FSDP(plain()).module)),
     "sparse": (
-        lambda rank: (
-            FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))(torch.tensor([1])).sum().backward()
-        )
+        "0 has sparse=True",
+        lambda rank: FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True))),
     ),
-    "read outside its unit": lambda rank: FSDP(Reads())(inputs()),
-    "rows of one rank read outside their unit": lambda rank: FSDP(Reads(1))(torch.ones(3, 1)),
-    "read without its unit": lambda rank: FSDP(plain(), units=()).module[0](inputs()),
-    "copied inside": lambda rank: copy.deepcopy(FSDP(plain()).module),
-    "second derivative": lambda rank: FSDP(plain())(inputs()).sum().backward(create_graph=True),
-    "backward in forward": lambda rank: FSDP(Force())(inputs()),
+    "read outside its unit": ("outside its unit", lambda rank: FSDP(Reads())(inputs())),
+    "rows of one rank read outside their unit": (
+        "outside its unit",
+        lambda rank: FSDP(Reads(1))(torch.ones(3, 1)),
+    ),
+    "read without its unit": (
+        "outside of the forward",
+        lambda rank: FSDP(plain(), units=()).module[0](inputs()),
+    ),
+    "copied inside": ("tied to its ranks", lambda rank: copy.deepcopy(FSDP(plain()).module)),
+    "second derivative": (
+        "differentiates a forward pass once",
+        lambda rank: FSDP(plain())(inputs()).sum().backward(create_graph=True),
+    ),
+    "backward in forward": (
+        "differentiates a forward pass once",
+        lambda rank: FSDP(Force())(inputs()),
+    ),
     "a graph of backward in forward": (
-        lambda rank: FSDP(Force(create_graph=True))(inputs()).sum().backward()
+        "differentiates a forward pass once",
+        lambda rank: FSDP(Force(create_graph=True))(inputs()).sum().backward(),
     ),
-    "changed between forward and backward": lambda rank: _between_forward_and_backward(),
-    "a hook that returns a value": lambda rank: _return_from_hook(),
-    "a method that is not there": lambda rank: FSDP(plain()).register_forward_method("encode"),
-    "an iterator": lambda rank: FSDP(Lazy())(inputs()),
-    "units of other sizes": lambda rank: FSDP(Unlike())(inputs(), rank),
+    "changed between forward and backward": (
+        "changed between forward and backward",
+        lambda rank: _between_forward_and_backward(),
+    ),
+    "a hook that returns a value": ("should return None", lambda rank: _return_from_hook()),
+    "a method that is not there": (
+        "has no 'encode'",
+        lambda rank: FSDP(plain()).register_forward_method("encode"),
+    ),
+    "an iterator": ("returned an iterator", lambda rank: FSDP(Lazy())(inputs())),
+    "units of other sizes": ("the same call", lambda rank: FSDP(Unlike())(inputs(), rank)),
 }
+"""What a refusal says, and what is refused."""
 
 
 @on_ranks(2)
@@ -719,8 +776,8 @@ REFUSALS: dict[str, Callable[[int], Any]] = {
 def test_refusals(case: str) -> list[str]:
     """What is wrong on one rank is refused on all of them, in one line; nobody waits for the
     others."""
-    call = partial(REFUSALS[case], dist.get_rank())
-    return find_accepted([("", call)], RuntimeError, TypeError)
+    expected, call = REFUSALS[case]
+    return find_accepted([(expected, partial(call, dist.get_rank()))], RuntimeError, TypeError)
 
 
 class Force(nn.Module):

@@ -179,53 +179,67 @@ def _weighing(weight: int) -> dict[str, Any]:
 @on_ranks(3)
 def test_refusals() -> list[str]:
     """What is wrong on one rank is refused on all of them; nobody waits for the others."""
-    wrong = []
     rank = dist.get_rank()
     parameters = list(plain().parameters())
     make = ShardedOptimizer
     sound = make(parameters, _Careful, lr=0.1)
-    calls: dict[str, Callable[[], Any]] = {
-        "LBFGS": lambda: make(parameters, optim.LBFGS),
-        "SparseAdam": lambda: make(parameters, optim.SparseAdam),
-        "Adafactor": lambda: make(parameters, optim.Adafactor),
-        "Rprop": lambda: make(parameters, optim.Rprop),
-        "no parameters": lambda: make([], optim.SGD),
-        "overlapping": lambda: make(
-            [nn.Parameter(parameters[0].detach()), parameters[0]], optim.SGD
+    overlapping = [nn.Parameter(parameters[0].detach()), parameters[0]]
+    one_group = {"state": {}, "param_groups": [{"params": [0]}]}
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("LBFGS cannot be sharded", lambda: make(parameters, optim.LBFGS)),
+        ("SparseAdam cannot be sharded", lambda: make(parameters, optim.SparseAdam)),
+        ("Adafactor cannot be sharded", lambda: make(parameters, optim.Adafactor)),
+        ("Rprop cannot be sharded", lambda: make(parameters, optim.Rprop)),
+        ("empty parameter list", lambda: make([], optim.SGD)),
+        ("share no elements", lambda: make(overlapping, optim.SGD)),
+        (
+            "parameter 0 is on meta",
+            lambda: make(nn.Linear(2, 2, device="meta").parameters(), optim.SGD),
         ),
-        "on meta": lambda: make(nn.Linear(2, 2, device="meta").parameters(), optim.SGD),
-        "lazy on rank 1": lambda: make(
-            [*(nn.LazyLinear(2) if rank else nn.Linear(2, 2)).parameters()], optim.SGD
+        (
+            "parameter 0 is lazy",
+            lambda: make(
+                [*(nn.LazyLinear(2) if rank else nn.Linear(2, 2)).parameters()], optim.SGD
+            ),
         ),
-        "a parameter twice": lambda: make([parameters[0], parameters[0]], optim.SGD),
-        "an unknown setting": lambda: make(parameters, optim.AdamW, speed=1),
-        "a bad setting on one rank": lambda: make(
-            parameters, optim.AdamW, lr=-1.0 if rank == 1 else 1.0
+        ("each once", lambda: make([parameters[0], parameters[0]], optim.SGD)),
+        ("argument 'speed'", lambda: make(parameters, optim.AdamW, speed=1)),
+        (
+            "Invalid learning rate: -1.0",
+            lambda: make(parameters, optim.AdamW, lr=-1.0 if rank == 1 else 1.0),
         ),
-        "one that raises on one rank": lambda: make(
-            parameters, lambda params: optim.SGD(params, lr=0.1 / (1 - rank))
+        (
+            "division by zero",
+            lambda: make(parameters, lambda params: optim.SGD(params, lr=0.1 / (rank != 1))),
         ),
-        "another setting": lambda: make(parameters, optim.AdamW, lr=0.1 * (rank + 1)),
-        "another number": lambda: make(parameters[: 4 + (rank == 0)], optim.AdamW),
-        "another class": lambda: make(parameters, optim.AdamW if rank else optim.Adam),
-        "shared memory": lambda: make([nn.Parameter(torch.ones(1).expand(4))], optim.SGD),
-        "a transport of no such name": lambda: make(parameters, optim.SGD, transport="pigeons"),
-        "an added one twice": lambda: sound.add_param_group({"params": parameters[:1]}),
-        "another added on one rank": lambda: sound.add_param_group(
-            {"params": [nn.Parameter(torch.ones(3 + rank))]}
+        (
+            "rank 0 has lr of group 0=0.1",
+            lambda: make(parameters, optim.AdamW, lr=0.1 * (rank + 1)),
         ),
-        "an added one that its optimizer refuses": lambda: sound.add_param_group(_weighing(0)),
-        "an added one that it refuses on one rank": lambda: sound.add_param_group(
-            _weighing(rank - 1)
+        (
+            "rank 0 has parameter 4 of group 0",
+            lambda: make(parameters[: 4 + (rank == 0)], optim.AdamW),
         ),
-        "a state of other groups": lambda: sound.load_state_dict(
-            {"state": {}, "param_groups": [{"params": [0]}]}
+        ("rank 0 has class=Adam", lambda: make(parameters, optim.AdamW if rank else optim.Adam)),
+        (
+            "memory of its own",
+            lambda: make([nn.Parameter(torch.ones(1).expand(4))], optim.SGD),
         ),
-        "copied": lambda: copy.deepcopy(sound),
-    }
-    for what, call in calls.items():
-        texts = find_accepted([("", call)], ZeroDivisionError, TypeError)
-        wrong += [f"{what}{text}" for text in texts]
+        ("got 'pigeons'", lambda: make(parameters, optim.SGD, transport="pigeons")),
+        (
+            "more than one parameter group",
+            lambda: sound.add_param_group({"params": parameters[:1]}),
+        ),
+        (
+            "rank 0 has parameter 0 of group 1=(3,)",
+            lambda: sound.add_param_group({"params": [nn.Parameter(torch.ones(3 + rank))]}),
+        ),
+        ("division by zero", lambda: sound.add_param_group(_weighing(0))),
+        ("division by zero", lambda: sound.add_param_group(_weighing(rank - 1))),
+        ("doesn't match the size", lambda: sound.load_state_dict(one_group)),
+        ("tied to its ranks", lambda: copy.deepcopy(sound)),
+    ]
+    wrong = find_accepted(calls, ZeroDivisionError, TypeError)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter).to_sparse()
     wrong += find_accepted(
