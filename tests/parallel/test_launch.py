@@ -403,7 +403,7 @@ def test_the_time_that_a_caller_takes_for_a_row_is_not_the_points() -> None:
             yield {"step": step}
 
     ends = []
-    for item in launch(worker, [None], world_size=1, timeout_s=0.5):
+    for item in launch(worker, [None], world_size=1, timeout_s=1.0):
         if isinstance(item, PointEnd):
             ends.append(item.status)
         else:
