@@ -595,19 +595,26 @@ class Comparison:
 
 
 def check(seed: int) -> list[str]:
-    """Return what is wrong with the training of a seed, on this rank; last, how it was refused."""
+    """Return what is wrong with the training of a seed, on this rank; last, how it was refused.
+
+    Only a mishap, or what `refusal_of` says of the case, is a reason to refuse.
+    """
     comparison = Comparison(draw(seed))
     kind, text, moment = comparison.run()
     outcomes = gather_json([kind, text, moment, comparison.losses])
     texts = [f"{kind}: {text}" for kind, text, *_ in outcomes if kind]
     wrong = comparison.wrong
+    case = comparison.case
     if not texts:
         comparison.compare_losses([losses for *_, losses in outcomes])
-        if is_refused(comparison.case):
+        if must_be_refused(case):
             wrong.append("accepted")
-        if not comparison.case.mishap:
+        if not case.mishap:
             comparison.find_missing()
         return wrong
+    expected = refusal_of(case)
+    if not case.mishap and not (expected and all(expected in text for text in texts)):
+        wrong.append(f"not equal: {texts}")
     moments = [moment for _, _, moment, _ in outcomes]
     if len(texts) < len(outcomes) or any("\n" in text for text in texts):
         wrong.append(f"not one line on all ranks: {texts}")
@@ -633,11 +640,22 @@ def plant(case: Case, model: nn.Module) -> None:
         model.to(torch.float32 if case.dtype is not torch.float32 else torch.float64)
 
 
-def is_refused(case: Case) -> bool:
+def must_be_refused(case: Case) -> bool:
     """Return whether all ranks must refuse: ranks with parts of a batch may have other tokens."""
     if case.mishap == "loss raises":
         return "pipeline" in case.axes
-    return case.mishap in ("other frozen", "other dtype")
+    return case.mishap in ("other frozen", "other dtype") or refusal_of(case) != ""
+
+
+def refusal_of(case: Case) -> str:
+    """Return words of the refusal of a case that no mishap can mend, else nothing."""
+    heads = 4 if case.model == "transformer" else own_model.GROUPS
+    for axes in (case.axes, case.later):
+        if {"data", "fsdp"} <= {*axes}:
+            return "a model without a wrapper in it"
+        if heads % axes.get("tensor", 1):
+            return "ranks divide"
+    return ""
 
 
 def aliases_of(model: nn.Module) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn import attention_implementations
 from labkit.nn.attention import naive_attention
-from labkit.nn.transformer import Transformer, language_model_loss
+from labkit.nn.transformer import Transformer
 from labkit.parallel import context, context_attention
 from labkit.parallel.context import LAYOUTS, context_parallel, gather_attention, ring_attention
 from labkit.parallel.context import join_sequence as join
@@ -105,22 +106,6 @@ def build() -> Transformer:
 
 
 @on_ranks(2)
-def test_training() -> list[str]:
-    """Rotary positions are those of the layout, and the mean over ranks is the gradient of the
-    sequence."""
-    model = build()
-    wrong = []
-    language_model_loss(model(TOKENS), TOKENS.roll(-1)).backward()
-    for layout, (name, method) in product(LAYOUTS, METHODS.items()):
-        wrapper = BucketedDDP(context_parallel(build(), attention=method, layout=layout))
-        tokens, targets = (split(x, 1, layout=layout) for x in (TOKENS, TOKENS.roll(-1)))
-        language_model_loss(wrapper(tokens), targets).backward()
-        error = furthest(gradients(wrapper.module), gradients(model))
-        wrong += [] if error <= EXACT else [f"{layout}, {name}: {error}"]
-    return wrong
-
-
-@on_ranks(2)
 def test_compiled() -> list[str]:
     """It goes into a compiled function."""
     parts = [split(x, 2) for x in inputs(torch.float64, 8)]
@@ -164,26 +149,28 @@ def test_bytes() -> list[str]:
 
 
 @on_ranks(2)
-def test_masked_loss() -> list[str]:
-    """The loss is the mean over all targets that count; a rank without any has zeros, not NaN."""
-    wrong = []
-    # 18 of 23 targets count, then those of rank 0 do not (contiguous), then none
-    for n_ignored in (5, 12, 24):
-        targets = next_tokens(TOKENS)
-        targets[:, :n_ignored] = IGNORED
-        model = build()
-        total, count = summed_loss(model(TOKENS), targets)
-        expected = total / count.clamp(min=1)
-        expected.backward()
-        for layout in LAYOUTS:
-            wrapper = BucketedDDP(context_parallel(build(), layout=layout))
-            local = [split(x, 1, layout=layout) for x in (TOKENS, targets)]
-            loss = mean_loss(wrapper(local[0]), local[1])
-            loss.backward()
-            result = {"loss": loss.detach(), **gradients(wrapper.module)}
-            error = furthest(result, {"loss": expected.detach(), **gradients(model)})
-            wrong += [] if error <= EXACT else [f"{layout}, {n_ignored}: {error}"]
-    return wrong
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n_ignored", [0, 5, 12, 24])
+def test_training(layout: Any, method: str, n_ignored: int) -> None:
+    """The loss is the mean over all targets that count; a rank without any has zeros, not NaN.
+
+    All targets count but the last, then 18 of 23, then those of rank 0 do not (contiguous), then
+    none.
+    """
+    targets = next_tokens(TOKENS)
+    targets[:, :n_ignored] = IGNORED
+    model = build()
+    total, count = summed_loss(model(TOKENS), targets)
+    expected = total / count.clamp(min=1)
+    expected.backward()
+    cut = context_parallel(build(), attention=METHODS[method], layout=layout)
+    wrapper = BucketedDDP(cut)
+    tokens, own_targets = (split(x, 1, layout=layout) for x in (TOKENS, targets))
+    loss = mean_loss(wrapper(tokens), own_targets)
+    loss.backward()
+    result = {"loss": loss.detach(), **gradients(wrapper.module)}
+    assert furthest(result, {"loss": expected.detach(), **gradients(model)}) <= EXACT
 
 
 @on_ranks(2)

@@ -179,7 +179,8 @@ def test_messages() -> list[str]:
 def test_collectives() -> list[str]:
     """n all-gathers forward, n backward less those that are kept, n reduce-scatters, 2 agreements.
 
-    A unit is gathered while the one before it runs, and averaged before the next but one.
+    An evaluation has two agreements, too, since no backward pass follows. A unit is gathered while
+    the one before it runs, and averaged before the next but one.
     """
     n = 3
     sizes = {f"{4 * WIDTH * width}": str(width) for width in (1, 2, 3)}
@@ -203,8 +204,11 @@ def test_collectives() -> list[str]:
         ]
         if payload != expected:
             wrong.append(f"{option}: {payload}")
-        if len(traffic) - len(payload) > 2:
-            wrong.append(f"{option}: {len(traffic) - len(payload)} agreements")
+        with torch.no_grad(), recorded_traffic() as evaluation:
+            model(inputs())
+        agreements = [sum(not call.is_payload for call in calls) for calls in (traffic, evaluation)]
+        if agreements != [2, 2]:
+            wrong.append(f"{option}: {agreements} agreements")
     return wrong
 
 

@@ -67,19 +67,6 @@ def test_units_of_equal_size() -> list[str]:
 
 
 @on_ranks(2)
-def test_agreements() -> list[str]:
-    """A training step has two agreements; an evaluation two, since no backward pass follows."""
-    model = FSDP(Experts())
-    wrong = []
-    for run in (_train, _evaluate):
-        with recorded_traffic() as traffic:
-            run(model, 0)
-        count = sum(not call.is_payload for call in traffic)
-        wrong += [f"{run.__name__}: {count} agreements"] * (count != 2)
-    return wrong
-
-
-@on_ranks(2)
 def test_frozen_in_between() -> list[str]:
     """A forward pass of the frozen model, between a pass and its backward, changes no gradient."""
     wrong = []

@@ -5,9 +5,11 @@ import pytest
 from tests.parallel import random_trainings
 from tests.parallel.shared_ranks import run_check
 
-QUICK = (4, 16, 20, 24, 36, 62)
-"""The first of these is refused, and between them they have each axis and many pairs of two."""
-SEEDS = [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.slow) for seed in range(100)]
+QUICK = (16, 19, 20, 24, 37, 46, 57, 62, 148, 152, 417)
+"""57 has a mishap, which is refused. The others have all pairs of axes but those of context with
+tensor and with FSDP; tensor beside data and beside FSDP with and without sequence parallelism."""
+OTHERS = [seed for seed in range(100) if seed not in QUICK]
+SEEDS = [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in OTHERS)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -16,4 +18,5 @@ def test_a_random_training_equals_one_process_or_is_refused(seed: int) -> None:
     size = random_trainings.world_size(case.axes)
     by_rank = run_check(random_trainings.check, {"seed": seed}, size)
     wrong = [text for texts in by_rank.values() for text in texts]
-    assert [text for text in wrong if random_trainings.REFUSED not in text] == [], str(case)
+    wrong = [text for text in wrong if not text.startswith(random_trainings.REFUSED)]
+    assert wrong == [], str(case)
