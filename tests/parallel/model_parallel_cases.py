@@ -1,5 +1,4 @@
-"""What the tests of tensor, pipeline and context parallelism share: errors, refusals, and messages
-left out."""
+"""What the tests of tensor, pipeline and context parallelism share: errors, refusals, losses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import all_reduce
-from tests.parallel.shared_ranks import find_accepted
+from labkit.parallel.losses import summed_loss
+from tests.parallel.shared_ranks import assert_refused
 
 EXACT = 1e-10
 TOLERANCES = {torch.float64: EXACT, torch.float32: 128 * torch.finfo(torch.float32).eps}
@@ -36,20 +36,31 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+class TiedHead(nn.Module):
+    """Logits by the matrix of an embedding."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def masked_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss over all targets that count, of one process."""
+    total, count = summed_loss(logits, targets)
+    return total / count.clamp(min=1)
+
+
 Attempts = Sequence[tuple[str, Callable[[], object]]]
 """Calls that must be refused, each with a part of the message."""
 
 
-def find_refusals_that_fail(attempts: Attempts) -> list[str]:
-    """Return what does not raise one line with its text, or leaves a message behind."""
-    wrong = []
-    for attempt in attempts:
+def assert_refused_everywhere(attempts: Attempts) -> None:
+    """Each call raises one line with its text on this rank, and leaves no message behind."""
+    for expected, call in attempts:
+        assert_refused(expected, call)
         total = torch.ones(3)
-        wrong += find_accepted([attempt])
         all_reduce(total, op="sum")
-        wrong += (
-            []
-            if total.tolist() == [dist.get_world_size()] * 3
-            else [f"a message after {attempt[0]}"]
-        )
-    return wrong
+        assert total.tolist() == [dist.get_world_size()] * 3, f"a message after {expected}"

@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from labkit.parallel.sharding import ShardedOptimizer, whole_parameters
+from labkit.parallel.transport import make_separate_transport
 from tests.parallel.data_parallel_cases import (
     ADAMW,
     FLOAT32,
@@ -29,6 +31,13 @@ def sharded(optimizer: Any, **options: Any) -> Callable[..., ShardedOptimizer]:
     cls = getattr(optimizer, "func", optimizer)
     settings = getattr(optimizer, "keywords", {})
     return lambda groups: ShardedOptimizer(groups, cls, **options, **settings)
+
+
+def transport_by_backend(group: dist.ProcessGroup | None, *_: Any) -> Any:
+    """Make a transport with collectives of the backend, as over NCCL."""
+    transport = make_separate_transport(group, torch.device("cpu"), "point_to_point")
+    transport.collective_group = group or dist.group.WORLD
+    return transport
 
 
 class Lion(optim.Optimizer):

@@ -3,7 +3,7 @@
     @on_ranks(2, 3, slow=[5])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_it_adds_up(dtype):
-        ...  # on every rank; raises, or returns what is wrong
+        ...  # on every rank
 
 A check is one point of a launch (`labkit.parallel.launch`). The launch has more points than there
 are checks, and the ranks find in files which function the next one calls, and with what. If ranks
@@ -13,7 +13,8 @@ die or hang, that check fails, and the next one gets new ranks.
 import atexit
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,11 +26,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from labkit.parallel.launch import PointEnd, RankError, Row, launch
+from labkit.parallel.launch import PointEnd, RankError, launch
 from labkit.parallel.ranks.serialization import serialize
 
-Check = Callable[..., Sequence[str] | None]
-"""Runs on every rank; returns what is wrong, in words, or raises."""
+Check = Callable[..., None]
+"""Runs on every rank, and raises if something is wrong."""
 
 MAX_CHECKS = 10_000  # of a session, per number of ranks
 TIMEOUT_S = 240.0  # of one check
@@ -49,11 +50,7 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
         def test(world_size: int, **arguments: Any) -> None:
             if "world_size" in parameters:
                 arguments["world_size"] = world_size
-            wrong = run_check(check, arguments, world_size)
-            texts = [f"rank {rank}: {text}" for rank in sorted(wrong) for text in wrong[rank]]
-            # pytest shows the values of an assert in files of tests only.
-            if texts:
-                pytest.fail("\n".join(texts))
+            _run_check(check, arguments, world_size)
 
         # pytest reads the names of a test's parameters off its signature.
         names = dict.fromkeys(["world_size", *parameters])
@@ -69,18 +66,15 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
     return decorate
 
 
-def run_check(check: Check, arguments: dict[str, Any], world_size: int) -> dict[int, list[str]]:
-    """Run a check on that many ranks; return what is wrong, by rank. RankError if it raises."""
+def _run_check(check: Check, arguments: dict[str, Any], world_size: int) -> None:
+    """Run a check on that many ranks. RankError if it raises."""
     ranks = _shared_ranks(world_size)
     ranks.next_task(check, arguments)
-    wrong: dict[int, list[str]] = {}
     for item in ranks.items:
-        if isinstance(item, Row):
-            wrong[item.rank] = item.values["wrong"]
         if isinstance(item, PointEnd):
             if item.failure is not None:
                 raise RankError(item.failure)
-            return wrong
+            return
     raise AssertionError(f"more than {MAX_CHECKS} checks")
 
 
@@ -116,7 +110,7 @@ def _shared_ranks(world_size: int) -> _SharedRanks:
     return _SharedRanks(world_size)
 
 
-def _run_task(folder: Path, point: int) -> Iterator[dict[str, Any]]:
+def _run_task(folder: Path, point: int) -> None:
     """In a rank: run the check of this point, and destroy the groups that it made.
 
     torch names a group that only its members make (`use_local_synchronization`) by how many groups
@@ -127,7 +121,7 @@ def _run_task(folder: Path, point: int) -> Iterator[dict[str, Any]]:
     groups = distributed_c10d._world.pg_map
     before = set(groups)
     torch.manual_seed(0)  # else what ran before on one rank alone would decide about its models
-    yield {"wrong": list(check(**arguments) or [])}
+    assert check(**arguments) is None, "a check asserts, and returns nothing"
     # A rank that is done would close the connections of one that still waits for a message.
     dist.barrier()
     for group in set(groups) - before - _kept_groups:
@@ -154,21 +148,13 @@ def _load_check(path: Path) -> Check:
     return pickle.loads(path.read_bytes())
 
 
-def find_accepted(
-    calls: Iterable[tuple[str, Callable[[], object]]], *kinds: type[Exception]
-) -> list[str]:
-    """Return which calls do not raise one line with their text.
+def assert_refused(expected: str, call: Callable[[], object], *kinds: type[Exception]) -> None:
+    """A call raises one line with a text, as a ValueError or one of these kinds.
 
-    As a ValueError, or one of these kinds. A text is a must: else a mistake in the call, as a name
-    of an argument that is gone, would pass for a refusal.
+    A text is a must: else a mistake in the call, as a name of an argument that is gone, would pass
+    for a refusal.
     """
-    wrong = []
-    for expected, call in calls:
-        assert expected
-        try:
-            call()
-            wrong.append(f"{expected}: accepted")
-        except (ValueError, *kinds) as error:
-            if expected not in str(error) or "\n" in str(error):
-                wrong.append(f"{expected}: {error}")
-    return wrong
+    assert expected
+    with pytest.raises((ValueError, *kinds), match=re.escape(expected)) as refusal:
+        call()
+    assert "\n" not in str(refusal.value)

@@ -44,21 +44,19 @@ def _error(agree: Callable[..., object], values: Mapping[int, object]) -> Except
 
 
 @on_ranks(3, slow=(2,))
-def test_all_ranks_raise_the_reason_of_one_and_go_on():
-    wrong = []
-    for way, agree in AGREE.items():
-        for case, (expected, values) in DIFFERENT.items():
-            own = values.get(dist.get_rank())
-            error = _error(agree, values)
-            if isinstance(own, Exception):
-                if error is not own:
-                    wrong.append(f"{way}, {case}: not its own error but {error!r}")
-            elif not isinstance(error, ValueError) or expected not in str(error):
-                wrong.append(f"{way}, {case}: {error!r}")
-            # The caller has caught the error: the next call is matched on all ranks.
-            if (error := _error(agree, {})) is not None:
-                wrong.append(f"{way}, after {case}: {error!r}")
-    return wrong
+@pytest.mark.parametrize("way", AGREE)
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_all_ranks_raise_the_reason_of_one_and_go_on(way, case):
+    expected, values = DIFFERENT[case]
+    own = values.get(dist.get_rank())
+    error = _error(AGREE[way], values)
+    if isinstance(own, Exception):
+        assert error is own
+    else:
+        assert isinstance(error, ValueError)
+        assert expected in str(error)
+    # The caller has caught the error: the next call is matched on all ranks.
+    assert _error(AGREE[way], {}) is None
 
 
 def _named(*names: str) -> dict[str, object]:
@@ -66,21 +64,17 @@ def _named(*names: str) -> dict[str, object]:
 
 
 @on_ranks(2)
-def test_descriptions_differ_in_names_or_their_order():
-    wrong = []
-    cases = [
-        ("rank 0 has bias", _named("weight", "bias"), _named("weight")),
-        ("rank 1 has bias", _named("weight"), _named("weight", "bias")),
-        ("another order", _named("weight", "bias"), _named("bias", "weight")),
-    ]
-    for expected, *descriptions in cases:
-        try:
-            agree_once("model", lambda it=descriptions: it[dist.get_rank()])
-            wrong.append(f"{expected}: accepted")
-        except ValueError as error:
-            if expected not in str(error):
-                wrong.append(f"{expected}: {error}")
-    return wrong
+@pytest.mark.parametrize(
+    ("expected", "descriptions"),
+    [
+        ("rank 0 has bias", [_named("weight", "bias"), _named("weight")]),
+        ("rank 1 has bias", [_named("weight"), _named("weight", "bias")]),
+        ("another order", [_named("weight", "bias"), _named("bias", "weight")]),
+    ],
+)
+def test_descriptions_differ_in_names_or_their_order(expected, descriptions):
+    with pytest.raises(ValueError, match=expected):
+        agree_once("model", lambda: descriptions[dist.get_rank()])
 
 
 @on_ranks(3)
@@ -88,11 +82,11 @@ def test_ranks_of_a_subgroup_agree_without_the_others():
     group = dist.new_group([2, 0])
     rank = dist.get_rank()
     if rank == 1:
-        return []
+        return
     place = dist.get_group_rank(group, rank)
     agree_once("model", lambda: {"size": 3}, group)
     rows = agree_per_pass("pass", dict, group, numbers=[place, -(2**62) + place])
-    return [] if rows == [[0, -(2**62)], [1, -(2**62) + 1]] else [f"{rows}"]
+    assert rows == [[0, -(2**62)], [1, -(2**62) + 1]]
 
 
 @on_ranks(2)
@@ -101,23 +95,18 @@ def test_many_calls_leave_few_keys_in_the_store():
     gather_json(0)
     before = store.num_keys()
     for value in range(20):
-        if gather_json([value, dist.get_rank()]) != [[value, 0], [value, 1]]:
-            return ["mixes up calls"]
+        assert gather_json([value, dist.get_rank()]) == [[value, 0], [value, 1]]
     dist.barrier()
-    after = store.num_keys()
-    return [] if after <= before + 4 else [f"{before} keys, then {after}"]
+    assert store.num_keys() <= before + 4
 
 
-@on_ranks(2)
-def test_values_are_described_by_their_order():
-    wrong = []
-    for dtype in (torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.complex64):
-        tensor = torch.tensor([[1, 0], [0, 0]]).to(dtype)
-        if describe_values(tensor) == describe_values(tensor.flip(0)):
-            wrong.append(f"{dtype}: rows are exchanged")
-        if describe_values(tensor) != describe_values(tensor.clone()):
-            wrong.append(f"{dtype}: a copy is another one")
-    return wrong
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.complex64]
+)
+def test_values_are_described_by_their_order(dtype):
+    tensor = torch.tensor([[1, 0], [0, 0]]).to(dtype)
+    assert describe_values(tensor) != describe_values(tensor.flip(0))
+    assert describe_values(tensor) == describe_values(tensor.clone())
 
 
 def _refuse_on_rank_1():

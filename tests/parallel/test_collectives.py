@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, library
 from labkit.parallel.transport.point_to_point import BatchTransport, StreamTransport
 from tests.nn.against_oracle import poisoned_memory
-from tests.parallel.shared_ranks import find_accepted, on_ranks
+from tests.parallel.shared_ranks import assert_refused, on_ranks
 
 SHORT = (0, 1, 3, 1000)
 LONG = 2**18 + 1
@@ -92,103 +94,83 @@ def whole_numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return places.mul_(7919).bitwise_and_(EXACT_BELOW[dtype] - 1).to(dtype)
 
 
-def differing_between_ranks(results: dict[str, torch.Tensor], group: Any = None) -> list[str]:
-    """The cases in which some rank's bits are not those of another."""
+def assert_alike(results: dict[str, torch.Tensor], group: Any = None) -> None:
+    """The bits of all cases are the same on all ranks."""
     sums = {
         case: int(x.view(torch.uint8).long().mul(torch.arange(x.nbytes)).sum())
         for case, x in results.items()
     }
     by_rank = gather_json(sums, group)
-    return [
-        f"{case}: differs between ranks" for case in sums if len({of[case] for of in by_rank}) > 1
-    ]
+    assert by_rank == [sums] * len(by_rank)
 
 
-def find_inexact(lengths: Iterable[int], dtypes: Iterable[torch.dtype] = EXACT_BELOW) -> list[str]:
-    """Return the cases in which the sum or mean of whole numbers is not exact."""
-    wrong = []
+def assert_exact(name: str, length: int, dtype: torch.dtype) -> None:
+    """The sum and the mean of whole numbers are exact."""
     results: dict[str, torch.Tensor] = {}
     rank = dist.get_rank()
     p = dist.get_world_size()
-    for length in lengths:
-        for dtype in dtypes:
-            inputs = [whole_numbers(r, length, dtype) for r in range(p)]
-            total = sum((x.double() for x in inputs), torch.zeros(length, dtype=torch.float64))
-            for op, exact in (("sum", total), ("mean", total / p)):
-                # float16 divides first: exact for a power of two, else one more rounding and D of
-                # the sum
-                is_rounded = dtype == torch.float16 and op == "mean" and p & (p - 1)
-                error = p * 2.0**-11 * exact if is_rounded else None
-                for name, function in FUNCTIONS.items():
-                    x = inputs[rank].clone()
-                    with poisoned_memory():
-                        function(x, op=op)
-                    case = f"{name} {op} {length} {dtype}"
-                    if error is None and not torch.equal(
-                        x.view(torch.uint8), exact.to(dtype).view(torch.uint8)
-                    ):
-                        wrong.append(f"rank {rank}: {case}: not exact")
-                    if error is not None:
-                        results[case] = x
-                        if not ((x.double() - exact).abs() <= error).all():
-                            wrong.append(f"rank {rank}: {case}: beyond the bound")
-    return wrong + differing_between_ranks(results)
+    inputs = [whole_numbers(r, length, dtype) for r in range(p)]
+    total = sum((x.double() for x in inputs), torch.zeros(length, dtype=torch.float64))
+    for op, exact in (("sum", total), ("mean", total / p)):
+        x = inputs[rank].clone()
+        with poisoned_memory():
+            FUNCTIONS[name](x, op=op)
+        # float16 divides first: exact for a power of two, else one more rounding and D of the sum
+        if dtype == torch.float16 and op == "mean" and p & (p - 1):
+            assert ((x.double() - exact).abs() <= p * 2.0**-11 * exact).all(), (length, dtype)
+            results[op] = x
+        else:
+            bits = exact.to(dtype).view(torch.uint8)
+            assert torch.equal(x.view(torch.uint8), bits), (op, length, dtype)
+    assert_alike(results)
 
 
 @on_ranks(2, 3, slow=(1, 4, 5, 8))
-def test_exact() -> list[str]:
-    return find_inexact(SHORT)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_exact(name: str) -> None:
+    for length, dtype in product(SHORT, EXACT_BELOW):
+        assert_exact(name, length, dtype)
 
 
 @on_ranks(3, slow=(8,))
-def test_exact_in_pieces() -> list[str]:
-    return find_inexact((LONG,), (torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_exact_in_pieces(name: str) -> None:
+    assert_exact(name, LONG, torch.float64)
+    assert_exact(name, LONG, torch.bfloat16)
 
 
 @on_ranks(3, slow=(2, 5, 8))
-def test_bound() -> list[str]:
+@pytest.mark.parametrize("name", ALL)
+def test_bound(name: str) -> None:
     """Rounded means are within the stated bound, and the same to the bit over every transport."""
-    wrong = []
-    results: dict[str, torch.Tensor] = {}
-    rank = dist.get_rank()
     p = dist.get_world_size()
-    for length in (3, 1000, 100_001):
-        for dtype in EXACT_BELOW:
-            numbers = [
-                torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(p)
-            ]
-            inputs = [(x * 10.0 ** x.clamp(-3, 3)).to(dtype) for x in numbers]
-            exact = torch.stack([x.double() for x in inputs]).mean(0)
-            magnitude = torch.stack([x.double().abs() for x in inputs]).mean(0)
-            unit = torch.finfo(dtype).eps / 2
-            for name, function in FUNCTIONS.items():
-                x = inputs[rank].clone()
-                with poisoned_memory():
-                    function(x)
-                additions = ADDITIONS[name.split()[0]](p)
-                # The bound is of first order: 1% for the rest; and the reference itself rounds in
-                # float64.
-                bound = 1.01 * (additions + 1) * unit * magnitude + p * 2.0**-53 * magnitude
-                bound += p * 2.0**-25 * (dtype == torch.float16)
-                if not ((x.double() - exact).abs() <= bound).all():
-                    wrong.append(f"rank {rank}: {name} {length} {dtype}")
-                results[f"{name} {length} {dtype}"] = x
-            for name in ALGORITHMS:
-                first, second = (
-                    results[f"{name} {by} {length} {dtype}"]
-                    for by in (TRANSPORTS[0], TRANSPORTS[-1])
-                )
-                if not torch.equal(first, second):
-                    wrong.append(
-                        f"rank {rank}: {name} {length} {dtype}: other bits by another transport"
-                    )
-    return wrong + differing_between_ranks(results)
+    additions = ADDITIONS[name.split()[0]](p)
+    for length, dtype in product((3, 1000, 100_001), EXACT_BELOW):
+        numbers = [
+            torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(p)
+        ]
+        inputs = [(x * 10.0 ** x.clamp(-3, 3)).to(dtype) for x in numbers]
+        exact = torch.stack([x.double() for x in inputs]).mean(0)
+        magnitude = torch.stack([x.double().abs() for x in inputs]).mean(0)
+        # The bound is of first order: 1% for the rest; and the reference itself rounds in float64.
+        unit = torch.finfo(dtype).eps / 2
+        bound = 1.01 * (additions + 1) * unit * magnitude + p * 2.0**-53 * magnitude
+        bound += p * 2.0**-25 * (dtype == torch.float16)
+        results = {}
+        for by in TRANSPORTS:
+            x = inputs[dist.get_rank()].clone()
+            with poisoned_memory():
+                ALL[name](x, transport=by)
+            assert ((x.double() - exact).abs() <= bound).all(), (by, length, dtype)
+            results[by] = x
+        if name in ALGORITHMS:
+            assert torch.equal(results[TRANSPORTS[0]], results[TRANSPORTS[-1]]), (length, dtype)
+        assert_alike(results)
 
 
 @on_ranks(3)
-def test_special() -> list[str]:
+def test_special() -> None:
     """Infinite, tiny and large numbers add as torch adds them."""
-    wrong = []
     for dtype in EXACT_BELOW:
         tiny = torch.finfo(dtype).tiny
         large = torch.finfo(dtype).max
@@ -201,21 +183,17 @@ def test_special() -> list[str]:
             second = x.clone()
             ALGORITHMS[name](first, op="sum", transport=TRANSPORTS[-1])
             ALGORITHMS[name](second, op="sum", transport=POINT_TO_POINT)
-            if not torch.allclose(first, second, 0, 0, equal_nan=True):
-                wrong.append(f"{name} {dtype}")
+            torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
         x = torch.full((5,), 60000.0, dtype=torch.float16)
         for name, function in FUNCTIONS.items():
             y = x.clone()
             function(y)
-            if not torch.allclose(y, x, rtol=1e-3):
-                wrong.append(f"{name}: float16 overflows on the way")
-    return wrong
+            assert torch.allclose(y, x, rtol=1e-3), f"{name}: float16 overflows on the way"
 
 
 @on_ranks(3, slow=(2, 4, 5))
-def test_bytes() -> list[str]:
+def test_bytes() -> None:
     """Bytes sent are those of the schedule, whose costs are tested beside it, to the byte."""
-    wrong = []
     p = dist.get_world_size()
     length = 60_000
     n_bytes = 4 * length
@@ -236,19 +214,14 @@ def test_bytes() -> list[str]:
             with recorded_traffic() as traffic:
                 call(torch.ones(length), transport=by)
             (record,) = traffic
-            most = max(gather_json(record.sent_bytes))
-            if (record.n_bytes, record.dtype) != (n_bytes, "float32"):
-                wrong.append(f"{name} {by}: {record}")
-            if most != expected[name]:
-                wrong.append(f"{name} {by}: {most} bytes, expected {expected[name]}")
-    return wrong
+            assert (record.n_bytes, record.dtype) == (n_bytes, "float32"), (name, by)
+            assert max(gather_json(record.sent_bytes)) == expected[name], (name, by)
 
 
 @on_ranks(3)
-def test_exchange() -> list[str]:
+def test_exchange() -> None:
     """Tensors are exchanged between pairs, and around a ring, also two at a time with another
     collective under way."""
-    wrong = []
     rank = dist.get_rank()
     p = dist.get_world_size()
     for by in TRANSPORTS:
@@ -257,8 +230,7 @@ def test_exchange() -> list[str]:
             sent = torch.arange(length, dtype=torch.int64).view(1, -1) + rank
             received = torch.zeros(length, dtype=torch.int64)
             exchange(sent, (rank + 1) % p, received, (rank - 1) % p, transport=by)
-            if not torch.equal(received, torch.arange(length) + (rank - 1) % p):
-                wrong.append(f"rank {rank}: ring {by} {length}")
+            assert torch.equal(received, torch.arange(length) + (rank - 1) % p), (by, length)
             both = torch.zeros(2, length, dtype=torch.int64)
             total = torch.ones(length)
             starts = [
@@ -268,73 +240,68 @@ def test_exchange() -> list[str]:
             all_reduce(total, op="sum", transport=by)
             for complete in reversed(starts):
                 complete()
-            if not (torch.equal(both, received + torch.arange(2).view(2, 1)) and total.eq(p).all()):
-                wrong.append(f"rank {rank}: two at a time {by} {length}")
+            assert torch.equal(both, received + torch.arange(2).view(2, 1)), (by, length)
+            assert total.eq(p).all()
             back = torch.zeros(length + 1, 2)[:-1, 0]
             if rank == 0:
                 exchange(torch.arange(float(length)), 2, None, transport=by)
             if rank == 2:
                 exchange(None, None, back, 0, transport=by)
-                if not torch.equal(back, torch.arange(float(length))):
-                    wrong.append(f"pair {by} {length}")
+                assert torch.equal(back, torch.arange(float(length))), (by, length)
     x = torch.ones(3)
-    calls = [
-        ("got 3", partial(exchange, x, 3, None, None)),
-        ("got None", partial(exchange, x, None, None, None)),
-        ("a tensor to send", partial(exchange, None, None, None, None)),
-    ]
-    return wrong + find_accepted(calls)
+    assert_refused("got 3", partial(exchange, x, 3, None, None))
+    assert_refused("got None", partial(exchange, x, None, None, None))
+    assert_refused("a tensor to send", partial(exchange, None, None, None, None))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "scalar": lambda x: x[7],
+    "nothing": lambda x: x[7:7:2],
+    "one element with a stride": lambda x: x[5:7:2],
+    "transposed": lambda x: x.view(24, 10).t(),
+    "strided": lambda x: x[1::3],
+    "offset": lambda x: x[5:],
+    "channels last": lambda x: x.view(2, 3, 8, 5).permute(0, 3, 1, 2),
+    "stride 0 where the size is 1": lambda x: x.as_strided((3, 1), (2, 0)),
+    "negated when it is read": torch._neg_view,
+}
 
 
 @on_ranks(3, slow=(1,))
-def test_layouts() -> list[str]:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layouts(name: str) -> None:
     """Any layout is reduced in place, and autograd sees nothing."""
-    wrong = []
     rank = dist.get_rank()
     p = dist.get_world_size()
     base = torch.arange(240.0) + 1000 * rank
     mean = torch.arange(240.0) + 1000 * (p - 1) / 2
-    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "scalar": lambda x: x[7],
-        "nothing": lambda x: x[7:7:2],
-        "one element with a stride": lambda x: x[5:7:2],
-        "transposed": lambda x: x.view(24, 10).t(),
-        "strided": lambda x: x[1::3],
-        "offset": lambda x: x[5:],
-        "channels last": lambda x: x.view(2, 3, 8, 5).permute(0, 3, 1, 2),
-        "stride 0 where the size is 1": lambda x: x.as_strided((3, 1), (2, 0)),
-        "negated when it is read": torch._neg_view,
-    }
-    for name, function in FUNCTIONS.items():
-        for layout, view in views.items():
-            x = base.clone()
-            expected = base.clone()
-            function(view(x))
-            view(expected).copy_(view(mean))
-            if not torch.equal(x, expected):
-                wrong.append(f"{name} {layout}")
-        parameter = torch.nn.Parameter(base.clone())
-        parameter.grad = torch.full((240,), 2.0 + rank)
-        function(parameter)
-        function(parameter.grad)
-        if (
-            not torch.equal(parameter, mean)
-            or parameter.grad_fn is not None
-            or not parameter.requires_grad
-        ):
-            wrong.append(f"{name} parameter")
-        if not torch.equal(parameter.grad, torch.full((240,), 2 + (p - 1) / 2)):
-            wrong.append(f"{name} gradient")
-    # bytes are moved, and none is changed
-    for dtype in (torch.int64, torch.bool, torch.float8_e4m3fn):
-        whole = (torch.arange(4 * p + 1) % 2).to(dtype)
-        x = torch.zeros_like(whole)
-        sizes = shard_sizes(len(whole), p)
-        x.split_with_sizes(sizes)[rank].copy_(whole.split_with_sizes(sizes)[rank])
-        all_gather(x)
-        if x.view(torch.uint8).tolist() != whole.view(torch.uint8).tolist():
-            wrong.append(f"all-gather of {dtype}")
-    return wrong
+    for layout, view in VIEWS.items():
+        x = base.clone()
+        expected = base.clone()
+        FUNCTIONS[name](view(x))
+        view(expected).copy_(view(mean))
+        assert torch.equal(x, expected), layout
+    parameter = torch.nn.Parameter(base.clone())
+    parameter.grad = torch.full((240,), 2.0 + rank)
+    FUNCTIONS[name](parameter)
+    FUNCTIONS[name](parameter.grad)
+    assert torch.equal(parameter, mean)
+    assert parameter.is_leaf
+    assert parameter.requires_grad
+    assert torch.equal(parameter.grad, torch.full((240,), 2 + (p - 1) / 2))
+
+
+@on_ranks(3, slow=(1,))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_bytes_are_gathered_whatever_their_dtype(dtype: torch.dtype) -> None:
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    whole = (torch.arange(4 * p + 1) % 2).to(dtype)
+    x = torch.zeros_like(whole)
+    sizes = shard_sizes(len(whole), p)
+    x.split_with_sizes(sizes)[rank].copy_(whole.split_with_sizes(sizes)[rank])
+    all_gather(x)
+    assert torch.equal(x.view(torch.uint8), whole.view(torch.uint8))
 
 
 @on_ranks(2)
@@ -356,28 +323,23 @@ def test_kept_for_backward() -> None:
 
 
 @on_ranks(3)
-def test_inference_mode() -> list[str]:
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "into" not in name])
+def test_inference_mode(name: str) -> None:
     """Tensors of inference mode are refused outside of it; scratch memory is shared."""
-    wrong = []
     group = dist.new_group()  # whose first call makes the scratch memory
-    for name, function in FUNCTIONS.items():
-        if "into" in name:
-            continue  # it reduces a clone
-        with torch.inference_mode():
-            x = torch.ones(10)
-            function(x, group, op="sum")
-        wrong += find_accepted([("inference", partial(function, x, group))])
-        y = torch.ones(10, requires_grad=True)
-        function(y, group, op="sum")
-        if not torch.equal(y, torch.full((10,), 3.0)) or not torch.equal(x, torch.full((10,), 3.0)):
-            wrong.append(f"{name}: wrong")
-    return wrong
+    with torch.inference_mode():
+        x = torch.ones(10)
+        FUNCTIONS[name](x, group, op="sum")
+    assert_refused("inference", partial(FUNCTIONS[name], x, group))
+    y = torch.ones(10, requires_grad=True)
+    FUNCTIONS[name](y, group, op="sum")
+    assert torch.equal(y, torch.full((10,), 3.0))
+    assert torch.equal(x, torch.full((10,), 3.0))
 
 
 @on_ranks(4)
-def test_sequence() -> list[str]:
+def test_sequence() -> None:
     """Calls follow each other without a barrier, whatever their sizes."""
-    wrong = []
     rank = dist.get_rank()
     p = dist.get_world_size()
     other = torch.zeros(3)
@@ -391,21 +353,16 @@ def test_sequence() -> list[str]:
             time.sleep(0.002)
         x = torch.arange(float(length)) + number + rank
         FUNCTIONS[name](x, op="sum")
-        if not torch.equal(x, p * (torch.arange(float(length)) + number) + p * (p - 1) / 2):
-            wrong.append(f"rank {rank}: call {number}, {name} {length}")
+        expected = p * (torch.arange(float(length)) + number) + p * (p - 1) / 2
+        assert torch.equal(x, expected), (number, name, length)
     dist.send(torch.full((3,), float(rank)), (rank + 1) % p)
     pending.wait()
-    return (
-        wrong
-        if other.tolist() == [float((rank - 1) % p)] * 3
-        else [*wrong, f"rank {rank}: the caller's message"]
-    )
+    assert other.tolist() == [float((rank - 1) % p)] * 3
 
 
 @on_ranks(4, slow=(5,))
-def test_groups() -> list[str]:
+def test_groups() -> None:
     """Groups work side by side, and count ranks their own way."""
-    wrong = []
     results: dict[str, torch.Tensor] = {}
     rank = dist.get_rank()
     layout = [[3, 0], [1, 2, *range(4, dist.get_world_size())]]
@@ -416,66 +373,57 @@ def test_groups() -> list[str]:
         for length in (1, 1000, 300_001):
             x = torch.arange(float(length)) + rank
             function(x, groups[mine], op="sum")
-            if not torch.equal(x, len(members) * torch.arange(float(length)) + sum(members)):
-                wrong.append(f"rank {rank}: {name} {length}")
+            expected = len(members) * torch.arange(float(length)) + sum(members)
+            assert torch.equal(x, expected), (name, length)
             results[f"{name} {length}"] = x
         x = torch.full((100,), float(rank))
         function(x)  # all ranks, between the groups' calls
-        if not torch.allclose(x, torch.full((100,), (dist.get_world_size() - 1) / 2)):
-            wrong.append(f"rank {rank}: {name} over all")
-    return wrong + differing_between_ranks(results, groups[mine])
+        assert torch.allclose(x, torch.full((100,), (dist.get_world_size() - 1) / 2)), name
+    assert_alike(results, groups[mine])
 
 
 @on_ranks(4, slow=(2,))
-def test_scratch() -> list[str]:
-    """Scratch memory is bounded and kept, and goes with its group."""
-    wrong = []
-    for name, algorithm in ALGORITHMS.items():
-        transport = StreamTransport(dist.group.WORLD)  # type: ignore[arg-type]
-        for length in (1000, 1_000_000, 1_000_000):
-            algorithm(torch.ones(length), transport=transport)
-            if len(transport._scratch) > StreamTransport.scratch_limit_bytes + 4096:
-                wrong.append(f"{name} {length}: {len(transport._scratch)} bytes")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_scratch_is_bounded_and_kept(name: str) -> None:
+    transport = StreamTransport(dist.group.WORLD)  # type: ignore[arg-type]
+    for length in (1000, 1_000_000, 1_000_000):
+        ALGORITHMS[name](torch.ones(length), transport=transport)
+        assert len(transport._scratch) <= StreamTransport.scratch_limit_bytes + 4096
+
+
+@on_ranks(4, slow=(2,))
+def test_scratch_goes_with_its_group() -> None:
     group = dist.new_group(range(dist.get_world_size()))
     ring_all_reduce(torch.ones(1000), group)
     before = len(transports._selections)
     dist.destroy_process_group(group)
     del group
-    return wrong if len(transports._selections) == before - 1 else [*wrong, "goes with its group"]
+    assert len(transports._selections) == before - 1
 
 
 @on_ranks(3, slow=(1, 2, 4, 5))
-def test_batches() -> list[str]:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_batches(name: str) -> None:
     """Every algorithm runs in batches, and the butterfly with all messages of a phase at once:
     what NCCL needs."""
-    wrong: list[str] = []
     rank = dist.get_rank()
     p = dist.get_world_size()
-    for name, function in ALGORITHMS.items():
-        batches = BatchTransport(dist.group.WORLD, CPU, has_collectives=False)  # type: ignore[arg-type]
-        batches.scratch_limit_bytes = 4 * 4096
-        launched: list[int] = []
-        launch = batches._launch
-        batches._launch = lambda transfers, landings, launch=launch, launched=launched: (
-            launched.append(len(transfers)),
-            launch(transfers, landings),
-        )[1]  # type: ignore
-        for length in (0, 1, 3, 1000, 30_001):
-            launched.clear()
-            x = torch.arange(float(length)) + rank
-            function(x, op="sum", transport=batches)
-            if not torch.equal(x, p * torch.arange(float(length)) + p * (p - 1) / 2):
-                wrong.append(f"rank {rank}: {name} {length}")
-            if name == "butterfly" and p > 1 and not {p - 1} <= {*launched} <= {p - 1, 2 * (p - 1)}:
-                wrong.append(f"{length}: batches of {launched}")
-        limit = ONE_SHOT_BYTES if name == "one_shot" else batches.scratch_limit_bytes
-        if len(batches._scratch) > limit + 4096:
-            wrong.append(f"{name}: scratch of {len(batches._scratch)} bytes")
-    return wrong
+    batches = BatchTransport(dist.group.WORLD, CPU, has_collectives=False)  # type: ignore[arg-type]
+    batches.scratch_limit_bytes = 4 * 4096
+    for length in (0, 1, 3, 1000, 30_001):
+        x = torch.arange(float(length)) + rank
+        with mock.patch.object(batches, "_launch", wraps=batches._launch) as launch:
+            ALGORITHMS[name](x, op="sum", transport=batches)
+        assert torch.equal(x, p * torch.arange(float(length)) + p * (p - 1) / 2), length
+        launched = {len(call.args[0]) for call in launch.call_args_list}
+        if name == "butterfly" and p > 1:
+            assert {p - 1} <= launched <= {p - 1, 2 * (p - 1)}, length
+    limit = ONE_SHOT_BYTES if name == "one_shot" else batches.scratch_limit_bytes
+    assert len(batches._scratch) <= limit + 4096
 
 
 @on_ranks(2)
-def test_refusals() -> list[str]:
+def test_refusals() -> None:
     """What cannot be reduced is refused with what was expected, before it is changed."""
     half = torch.ones(6, dtype=torch.float16)
     outside = dist.GroupMember.NON_GROUP_MEMBER
@@ -503,8 +451,9 @@ def test_refusals() -> list[str]:
             ("share memory", partial(function, torch.ones(1).expand(3))),
             ("this rank belongs to", partial(function, torch.ones(3), outside)),
         ]
-    wrong = find_accepted(calls)
-    return wrong + ([] if half.tolist() == [1.0] * 6 else ["changed before it was refused"])
+    for expected, call in calls:
+        assert_refused(expected, call)
+    assert half.tolist() == [1.0] * 6, "changed before it was refused"
 
 
 def test_without_a_process_group_the_error_names_what_is_missing() -> None:
@@ -526,18 +475,16 @@ def test_there_is_an_algorithm_for_every_size(world_size: int, by: str) -> None:
 
 @pytest.mark.gpu
 def test_gloo_moves_cuda_tensors_through_the_host() -> None:
-    assert run_ranks(_check_cuda, world_size=2) == [[], []]
+    run_ranks(_check_cuda, world_size=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank")
 def test_nccl_moves_cuda_tensors_in_place() -> None:
-    p = torch.cuda.device_count()
-    assert run_ranks(_check_cuda, world_size=p, backend="nccl") == [[]] * p
+    run_ranks(_check_cuda, world_size=torch.cuda.device_count(), backend="nccl")
 
 
-def _check_cuda() -> list[str]:
-    wrong = []
+def _check_cuda() -> None:
     rank = dist.get_rank()
     p = dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -547,6 +494,4 @@ def _check_cuda() -> list[str]:
             x = torch.arange(length, dtype=torch.float64, device=device) + rank
             function(x, op="sum")
             exact = p * torch.arange(length, dtype=torch.float64, device=device) + p * (p - 1) / 2
-            if not torch.equal(x, exact):
-                wrong.append(f"rank {rank}: {name} {length}")
-    return wrong
+            assert torch.equal(x, exact), (name, length)

@@ -24,16 +24,17 @@ from labkit.parallel.context import LAYOUTS, context_parallel, gather_attention,
 from labkit.parallel.context import join_sequence as join
 from labkit.parallel.context import split_sequence as split
 from labkit.parallel.data_parallel import BucketedDDP
-from labkit.parallel.losses import IGNORED, mean_loss, next_tokens, summed_loss
+from labkit.parallel.losses import IGNORED, mean_loss, next_tokens
 from labkit.parallel.traffic import recorded_traffic
 from tests.nn.against_oracle import poisoned_memory
 from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
     Attempts,
-    find_refusals_that_fail,
+    assert_refused_everywhere,
     furthest,
     gradients,
+    masked_mean,
 )
 from tests.parallel.shared_ranks import on_ranks
 
@@ -77,10 +78,9 @@ def attend(method: str, dtype: torch.dtype, length: int, **options: Any) -> dict
 
 
 @on_ranks(3, slow=(1, 2, 4))
-def test_parity() -> list[str]:
+def test_parity() -> None:
     """Every method, layout and mask, over both transports in float64; with a mask the ring in other
     dtypes, too."""
-    wrong = []
     p = dist.get_world_size()
     routes = [("ring", "auto"), ("gather", "auto"), ("ring", "point_to_point")]
     for dtype, tolerance in {
@@ -95,9 +95,7 @@ def test_parity() -> list[str]:
                 options = {"is_causal": is_causal, "layout": layout, "transport": transport}
                 with poisoned_memory():
                     result = attend(method, dtype, length, **options)
-                error = furthest(result, expected)
-                wrong += [f"{method} {dtype} {options}: {error}"] if not error <= tolerance else []
-    return wrong
+                assert furthest(result, expected) <= tolerance, (method, dtype, options)
 
 
 def build() -> Transformer:
@@ -106,46 +104,41 @@ def build() -> Transformer:
 
 
 @on_ranks(2)
-def test_compiled() -> list[str]:
+def test_compiled() -> None:
     """It goes into a compiled function."""
     parts = [split(x, 2) for x in inputs(torch.float64, 8)]
     compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v), backend="eager")
-    error = furthest(differentiate(compiled, parts), differentiate(ring_attention, parts))
-    return [] if error == 0 else [str(error)]
+    assert furthest(differentiate(compiled, parts), differentiate(ring_attention, parts)) == 0
 
 
 @on_ranks(2)
-def test_garbage() -> list[str]:
+@pytest.mark.parametrize("method", METHODS)
+def test_garbage(method: str) -> None:
     """Forward and backward leave no objects in cycles, with the tensors that they hold, to the
     garbage collector."""
-    wrong = []
-    for name, method in METHODS.items():
-        parts = [split(x, 2) for x in inputs(torch.float32, 8)]
-        differentiate(method, parts)
-        gc.collect()
-        gc.disable()
-        differentiate(method, parts)
-        wrong += [f"{name}: {n} objects"] if (n := gc.collect()) else []
-        gc.enable()
-    return wrong
+    parts = [split(x, 2) for x in inputs(torch.float32, 8)]
+    differentiate(METHODS[method], parts)
+    gc.collect()
+    gc.disable()
+    differentiate(METHODS[method], parts)
+    n_objects = gc.collect()
+    gc.enable()
+    assert n_objects == 0
 
 
 @on_ranks(3)
-def test_bytes() -> list[str]:
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes(method: str) -> None:
     """A rank sends forward and backward what the formula says, but for the notes that ranks agree
     by."""
-    wrong = []
     p = dist.get_world_size()
-    for name, method in METHODS.items():
-        parts = [split(x, 2) for x in inputs(torch.bfloat16, 6 * p)]
-        with recorded_traffic() as traffic:
-            differentiate(method, parts)
-        sent = sum(call.sent_bytes for call in traffic if call.is_payload)
-        block = 2 * parts[1].nbytes
-        calls = communication.context_parallel_calls(block, 2 * block, p, is_ring=name == "ring")
-        expected = communication.sent_bytes(calls, p)
-        wrong += [] if sent == expected else [f"{name}: {sent} bytes, {expected} expected"]
-    return wrong
+    parts = [split(x, 2) for x in inputs(torch.bfloat16, 6 * p)]
+    with recorded_traffic() as traffic:
+        differentiate(METHODS[method], parts)
+    sent = sum(call.sent_bytes for call in traffic if call.is_payload)
+    block = 2 * parts[1].nbytes
+    calls = communication.context_parallel_calls(block, 2 * block, p, is_ring=method == "ring")
+    assert sent == communication.sent_bytes(calls, p)
 
 
 @on_ranks(2)
@@ -161,8 +154,7 @@ def test_training(layout: Any, method: str, n_ignored: int) -> None:
     targets = next_tokens(TOKENS)
     targets[:, :n_ignored] = IGNORED
     model = build()
-    total, count = summed_loss(model(TOKENS), targets)
-    expected = total / count.clamp(min=1)
+    expected = masked_mean(model(TOKENS), targets)
     expected.backward()
     cut = context_parallel(build(), attention=METHODS[method], layout=layout)
     wrapper = BucketedDDP(cut)
@@ -174,7 +166,7 @@ def test_training(layout: Any, method: str, n_ignored: int) -> None:
 
 
 @on_ranks(2)
-def test_models_that_are_refused() -> list[str]:
+def test_models_that_are_refused() -> None:
     """What attention across ranks cannot do is refused by name."""
 
     def by_document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -199,11 +191,11 @@ def test_models_that_are_refused() -> list[str]:
         context_parallel(make(attention_implementations.IMPLEMENTATIONS[name]))
     copied = copy.deepcopy(context_parallel(context_parallel(build())))
     copied(split(TOKENS, 1))
-    return find_refusals_that_fail(attempts)
+    assert_refused_everywhere(attempts)
 
 
 @on_ranks(2)
-def test_agreement() -> list[str]:
+def test_agreement() -> None:
     """Ranks agree once on a kind of call, and see afterwards if one makes another call."""
     q, k, v, _ = inputs(torch.float32, 8)
     calls = []
@@ -213,35 +205,32 @@ def test_agreement() -> list[str]:
             for is_causal in (True, False):
                 ring_attention(q, k, v, is_causal=is_causal)
             calls.append(agreement.call_count)
-    wrong = [] if calls[0] == calls[-1] <= 2 else [str(calls)]
+    assert calls[0] == calls[-1] <= 2
     group = dist.new_group()  # in which messages are lost
     for layout in LAYOUTS:
         ring_attention(q, k, v, layout=layout, group=group)
-    try:
+    with pytest.raises(RuntimeError, match="another attention call"):
         ring_attention(q, k, v, layout=LAYOUTS[dist.get_rank()], group=group)
-        wrong.append("another layout: accepted")
-    except RuntimeError as error:
-        wrong += [] if "another attention call" in str(error) else [str(error)]
-    return wrong
 
 
 @on_ranks(2)
-def test_skipped_backward() -> list[str]:
+def test_skipped_backward() -> None:
     """A rank that skips a backward pass is found, rather than blocks being taken for others."""
     parts = [split(x, 2).requires_grad_() for x in inputs(torch.float32, 8)[:3]]
     group = dist.new_group()  # in which messages are lost
     output = ring_attention(*parts, group=group)
-    try:
+
+    def go_on() -> None:
         if dist.get_rank() == 0:
             output.sum().backward()
         ring_attention(*parts, group=group)
-        return ["accepted"]
-    except RuntimeError as error:
-        return [] if "rank" in str(error) else [str(error)]
+
+    with pytest.raises(RuntimeError, match="rank"):
+        go_on()
 
 
 @on_ranks(3)
-def test_refusals() -> list[str]:
+def test_refusals() -> None:
     rank = dist.get_rank()
     q, k, v, _ = inputs(torch.float32, 6)
     attempts: Attempts = [
@@ -264,4 +253,4 @@ def test_refusals() -> list[str]:
         ("3 parts divide", lambda: context.local_positions(7, layout="contiguous")),
         ("at most 30", lambda: context_parallel(build())(TOKENS)),
     ]
-    return find_refusals_that_fail(attempts)
+    assert_refused_everywhere(attempts)

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import threading
-import time
 import weakref
 from functools import partial
 from itertools import product
@@ -46,6 +45,7 @@ from tests.parallel.data_parallel_cases import (
     train,
 )
 from tests.parallel.shared_ranks import on_ranks
+from tests.parallel.waiting import wait_until
 
 IN_SITUATIONS = ("naive", "flat", "overlapped", "bucketed", "bucketed, shared memory")
 
@@ -81,7 +81,7 @@ def test_the_cases_can_fail():
         assert distance(reference(case, 2), reference(case, 1)) > 100 * case.tolerance, name
 
 
-# Situations: each a function of a wrapper that returns whether all is right, or raises what it is
+# Situations: each a function of a wrapper, which asserts that all is right, or raises what it is
 # refused with.
 
 
@@ -90,9 +90,8 @@ def batch(rank=None, rows=3):
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def averages(model, loss=lambda module: module(batch()).square().sum()):
-    """Whether a step gives every gradient as the mean over ranks of what the bare module's would
-    be."""
+def assert_averages(model, loss=lambda module: module(batch()).square().sum()):
+    """A step gives every gradient as the mean over ranks of what the bare module's would be."""
     results = []
     for module in (model, model.module):
         model.zero_grad()
@@ -102,12 +101,9 @@ def averages(model, loss=lambda module: module(batch()).square().sum()):
         trained = [p for p in model.parameters() if p.requires_grad]
         results.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained])
     model.zero_grad()
-    for gradient in results[1]:
-        dist.all_reduce(gradient.resolve_conj())
-    pairs = zip(*results, strict=True)
-    return all(
-        torch.allclose(got, total / dist.get_world_size(), atol=1e-5) for got, total in pairs
-    )
+    for got, total in zip(*results, strict=True):
+        dist.all_reduce(total.resolve_conj())
+        assert torch.allclose(got, total / dist.get_world_size(), atol=1e-5)
 
 
 def step(model):
@@ -121,7 +117,8 @@ def after(change, model_of=plain, **options):
         model = wrap(model_of(), **options)
         step(model)
         change(model)
-        return averages(model) and averages(model)
+        assert_averages(model)
+        assert_averages(model)
 
     return situation
 
@@ -172,7 +169,7 @@ def _freeze_for_a_step(model):
     model.zero_grad()
     step(model)
     assert weight.grad is None
-    assert averages(model)
+    assert_averages(model)
     weight.requires_grad_(True)
 
 
@@ -183,11 +180,9 @@ def _kept(wrap):
         model.zero_grad()
         (model(batch()).square().sum() * factor).backward()
         kept.append([p.grad.view(-1) if factor == 2 else p.grad for p in model.parameters()])
-    return all(
-        torch.allclose(2 * one.flatten(), two, atol=1e-4)
-        and torch.allclose(3 * one, three, atol=1e-4)
-        for one, two, three in zip(*kept, strict=True)
-    )
+    for one, two, three in zip(*kept, strict=True):
+        assert torch.allclose(2 * one.flatten(), two, atol=1e-4)
+        assert torch.allclose(3 * one, three, atol=1e-4)
 
 
 def _through_the_module(wrap):
@@ -203,7 +198,8 @@ def _through_the_module(wrap):
     sums = torch.stack([p.grad.sum() for p in model.parameters()])
     mean = sums.clone()
     dist.all_reduce(mean)
-    return not torch.allclose(sums, mean / 2) and averages(model)
+    assert not torch.allclose(sums, mean / 2)
+    assert_averages(model)
 
 
 def _no_sync(wrap):
@@ -215,14 +211,14 @@ def _no_sync(wrap):
     local = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model.module(batch()).sum().backward()
-    return all(
-        torch.equal(g, p.grad) for g, p in zip(local, model.parameters(), strict=True)
-    ) and averages(model)
+    for gradient, p in zip(local, model.parameters(), strict=True):
+        assert torch.equal(gradient, p.grad)
+    assert_averages(model)
 
 
 def _deferred(wrap):
     model = wrap(plain(), finish_in_backward=False)
-    assert averages(model)
+    assert_averages(model)
     step(model)
     model(batch())
 
@@ -232,7 +228,8 @@ def _idempotent(wrap):
     step(model)
     gradients = [p.grad.clone() for p in model.parameters()]
     model.finish_gradient_synchronization()
-    return all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    for gradient, p in zip(gradients, model.parameters(), strict=True):
+        assert torch.equal(gradient, p.grad)
 
 
 def _joined(divides_by_all):
@@ -254,8 +251,9 @@ def _joined(divides_by_all):
                 optimizers[1].zero_grad()
                 model(batch(10 * number + dist.get_rank())).square().mean().backward()
                 optimizers[1].step()
-        pairs = zip(alone.parameters(), model.parameters(), strict=True)
-        return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) and averages(model)
+        for expected, p in zip(alone.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(p, expected, atol=1e-6)
+        assert_averages(model)
 
     return situation
 
@@ -266,7 +264,7 @@ def _joined_with_own_buffers(wrap):
     with model.join():
         for number in range(dist.get_rank() + 1):
             model(batch(10 * number + dist.get_rank())).square().mean().backward()
-    return int(model.module[1].num_batches_tracked) == dist.get_rank() + 1
+    assert int(model.module[1].num_batches_tracked) == dist.get_rank() + 1
 
 
 def _joined_with_shared_buffers(wrap):
@@ -279,7 +277,8 @@ def _joined_with_shared_buffers(wrap):
             for number in range(dist.get_rank() + 1):
                 model(batch(10 * number + dist.get_rank())).square().mean().backward()
         states.append(list(model.module.state_dict().values()))
-    return all(torch.allclose(a, b) for a, b in zip(*states, strict=True))
+    for expected, value in zip(*states, strict=True):
+        assert torch.allclose(value, expected)
 
 
 def _two_passes_of_batch_norm(wrap):
@@ -296,7 +295,6 @@ def _two_passes_of_batch_norm(wrap):
     for own, p in zip(alone.parameters(), model.parameters(), strict=True):
         dist.all_reduce(own.grad)
         torch.testing.assert_close(p.grad, own.grad / dist.get_world_size())
-    return True
 
 
 def _copied_module(wrap):
@@ -304,7 +302,8 @@ def _copied_module(wrap):
     copied = copy.deepcopy(model.module)
     if dist.get_rank() == 0:
         step(copied)  # alone
-    return averages(model) and averages(wrap(copied))
+    assert_averages(model)
+    assert_averages(wrap(copied))
 
 
 def _wrapped_again(wrap):
@@ -313,7 +312,7 @@ def _wrapped_again(wrap):
     again = wrap(model.module)
     with pytest.raises(RuntimeError, match="was wrapped again"):
         before.backward()
-    assert averages(again)
+    assert_averages(again)
     model(batch())
 
 
@@ -323,7 +322,7 @@ def _inputs_gradient(wrap):
     model = wrap(Added())
     x = torch.full((6,), 1.0 + dist.get_rank(), requires_grad=True)
     model(x).square().sum().backward()
-    return torch.equal(x.grad, 2 * x.detach())
+    assert torch.equal(x.grad, 2 * x.detach())
 
 
 def _evaluated(wrap):
@@ -337,7 +336,7 @@ def _evaluated(wrap):
         model.eval()
         with torch.inference_mode():
             results.append([float(model(torch.ones(1, 6)).sum()) for _ in range(2)])
-    return results[0] == pytest.approx(results[1], abs=1e-6)
+    assert results[0] == pytest.approx(results[1], abs=1e-6)
 
 
 def _freed(wrap):
@@ -348,11 +347,9 @@ def _freed(wrap):
     names = list(model.state_dict())
     del model
     gc.collect()
-    end = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    is_gone = alive() is None and threading.active_count() <= before
-    return is_gone and names == [f"module.{name}" for name in plain().state_dict()]
+    assert wait_until(lambda: threading.active_count() <= before)
+    assert alive() is None
+    assert names == [f"module.{name}" for name in plain().state_dict()]
 
 
 def _torchs_names(wrap):
@@ -360,9 +357,8 @@ def _torchs_names(wrap):
         TwoHeads(), device_ids=None, process_group=dist.group.WORLD, find_unused_parameters=True
     )
     model(batch(), dist.get_rank()).sum().backward()
-    return (
-        model.module.heads[2].weight.grad is None and model.module.heads[0].weight.grad is not None
-    )
+    assert model.module.heads[2].weight.grad is None
+    assert model.module.heads[0].weight.grad is not None
 
 
 def _add(model):
@@ -431,7 +427,7 @@ def _use_as_two_threads_would(wrap):
         thread.start()
     for thread in threads:
         thread.join()
-    return len(starts) == len(set(starts)) == len(model._buckets)
+    assert len(starts) == len(set(starts)) == len(model._buckets)
 
 
 def _frozen_on_rank_0(wrap):
@@ -463,7 +459,7 @@ def _after_unused(wrap):
     model = wrap(TwoHeads())
     with pytest.raises(RuntimeError, match="no gradient to heads"):
         model(batch(), 1).sum().backward()
-    return averages(
+    assert_averages(
         model, lambda module: sum(module(batch(), head).square().sum() for head in range(3))
     )
 
@@ -494,9 +490,11 @@ RIGHT = {
     "hooks of the user's": after(_clip_by_hooks),
     "an exception": after(_fail_in_backward),
     "frozen for a step": after(_freeze_for_a_step),
-    "a gradient undefined on one rank": lambda wrap: averages(wrap(Undefined())),
+    "a gradient undefined on one rank": lambda wrap: assert_averages(wrap(Undefined())),
     "kept gradients": _kept,
-    "complex": lambda wrap: averages(wrap(Conjugate()), lambda m: m(torch.tensor([1j, 2.0]))),
+    "complex": lambda wrap: assert_averages(
+        wrap(Conjugate()), lambda m: m(torch.tensor([1j, 2.0]))
+    ),
     "through the module": _through_the_module,
     "no_sync": _no_sync,
     "idempotent": _idempotent,
@@ -552,7 +550,7 @@ REFUSED = {
         "0 has max_norm",
         lambda wrap: wrap(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))),
     ),
-    "max_norm": ("in place", lambda wrap: averages(wrap(MaxNorm()))),
+    "max_norm": ("in place", lambda wrap: assert_averages(wrap(MaxNorm()))),
     "updated in backward": ("updated in backward", after(_step_in_backward)),
     "optimizer in backward": ("updated in backward", after(_optimizers_in_backward)),
     "taken away": ("took the gradient of 0.weight away", after(_take_gradients)),
@@ -565,7 +563,7 @@ OF_ONE = {
     "twice": (
         "find_unused=True",
         "bucketed",
-        lambda wrap: averages(wrap(TiedInsideAndOutside()), _both_heads),
+        lambda wrap: assert_averages(wrap(TiedInsideAndOutside()), _both_heads),
     ),
     "frozen on rank 0": ("frozen", "bucketed", _frozen_on_rank_0),
     "another dtype": ("has changed", "overlapped", _in_float64),
@@ -648,7 +646,8 @@ def _are_views(model):
         storages = [p.grad.untyped_storage() for p in model.parameters()]
         blocks |= {(storage.data_ptr(), storage.nbytes()) for storage in storages}
         model.zero_grad()
-    return len(blocks) == 1 and blocks.pop()[1] == n_bytes
+    assert len(blocks) == 1
+    assert blocks.pop()[1] == n_bytes
 
 
 def _compressed(model, hook):
@@ -666,8 +665,8 @@ def _compressed(model, hook):
     exact.zero_grad()
     step(exact)
     pairs = list(zip(rounded, exact.parameters(), strict=True))
-    close = all(torch.allclose(g, p.grad, atol=0.05, rtol=0.05) for g, p in pairs)
-    return close and not all(torch.equal(g, p.grad) for g, p in pairs)
+    assert all(torch.allclose(g, p.grad, atol=0.05, rtol=0.05) for g, p in pairs)
+    assert not all(torch.equal(g, p.grad) for g, p in pairs)
 
 
 def _situations_of(wrapper):
@@ -709,7 +708,7 @@ SITUATIONS = {
 def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, name):
     message, situation, _ = SITUATIONS[wrapper, name]
     if message is None:
-        assert situation(WRAPPERS[wrapper]) is True
+        situation(WRAPPERS[wrapper])
         return
     with pytest.raises(Exception, match=message) as refusal:
         situation(WRAPPERS[wrapper])

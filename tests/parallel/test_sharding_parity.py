@@ -18,7 +18,6 @@ from labkit.parallel import overlap
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.messages import gather_json
 from labkit.parallel.sharding import FSDP
-from labkit.parallel.transport import make_separate_transport
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
 from tests.parallel.data_parallel_cases import (
@@ -32,7 +31,7 @@ from tests.parallel.data_parallel_cases import (
     state_of,
     train,
 )
-from tests.parallel.sharding_cases import CASES, Data, sharded
+from tests.parallel.sharding_cases import CASES, Data, sharded, transport_by_backend
 from tests.parallel.shared_ranks import on_ranks
 
 Made = tuple[nn.Module, Callable[..., optim.Optimizer]]
@@ -84,12 +83,7 @@ def _fsdp_by_backend(
 ) -> Made:
     """Collectives of the backend, as over NCCL."""
 
-    def make_transport(group: dist.ProcessGroup, *_: Any) -> Any:
-        transport = make_separate_transport(group, torch.device("cpu"), "point_to_point")
-        transport.collective_group = group
-        return transport
-
-    with mock.patch.object(overlap, "make_separate_transport", make_transport):
+    with mock.patch.object(overlap, "make_separate_transport", transport_by_backend):
         return _fsdp(model, optimizer, group, **options)
 
 

@@ -57,19 +57,18 @@ def _replace_process(transport: Any, rank: int) -> None:
     os.close(ended)
 
 
-def in_group(check: Callable[[dist.ProcessGroup], list[str] | None]) -> Callable[[], list[str]]:
+def in_group(check: Callable[[dist.ProcessGroup], None]) -> Callable[[], None]:
     """Run a check in a group of its own, which is destroyed after it with all of its memory."""
 
     @functools.wraps(check)
-    def run() -> list[str]:
+    def run() -> None:
         before = _count_mappings()
         group = dist.new_group()
-        wrong = check(group) or []
+        check(group)
         dist.barrier()
         dist.destroy_process_group(group)
         del group
-        left = _count_mappings() - before
-        return wrong + ([f"{left} mappings are left"] if left else [])
+        assert _count_mappings() == before
 
     return run
 
@@ -88,7 +87,7 @@ def test_death(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 @in_group
-def test_leaving(group: dist.ProcessGroup) -> list[str]:
+def test_leaving(group: dist.ProcessGroup) -> None:
     """What a rank sent before it left still arrives."""
     transport = find_transport(group, CPU, SHARED)
     received = torch.zeros(3)
@@ -98,7 +97,7 @@ def test_leaving(group: dist.ProcessGroup) -> list[str]:
     if dist.get_rank() == 1:
         _replace_process(transport, 0)
         transport.run([[Transfer(None, 0, received, 0)]])
-    return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
+        assert received.tolist() == [1.0] * 3
 
 
 @on_ranks(2)
@@ -147,15 +146,12 @@ def test_parts(group: dist.ProcessGroup) -> None:
 
 @on_ranks(3)
 @in_group
-def test_mappings(group: dist.ProcessGroup) -> list[str]:
+def test_mappings(group: dist.ProcessGroup) -> None:
     """Nothing has a name, and there is a mapping for each rank of the group."""
     before = _count_mappings()
     all_reduce(torch.ones(200_000), group, transport=SHARED)
-    n_mappings = _count_mappings() - before
-    wrong = [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line
-    ]
-    return wrong + ([] if n_mappings == 3 else [f"{n_mappings} mappings, not one per rank"])
+    assert _count_mappings() == before + 3
+    assert "/dev/shm/" not in Path("/proc/self/maps").read_text()
 
 
 def _count_mappings() -> int:
@@ -164,15 +160,15 @@ def _count_mappings() -> int:
 
 @on_ranks(3)
 @in_group
-def test_refused(group: dist.ProcessGroup) -> list[str]:
+def test_refused(group: dist.ProcessGroup) -> None:
     """A call that all ranks refuse costs the group nothing."""
     for op in ("max", "min"):
         with pytest.raises(ValueError, match="op must be"):
             _reduce(4, op)(group)
-    values = torch.full((1,), 1.0 + dist.get_rank()), torch.ones(1)
-    for tensor in values:
+    for own, total in ((1.0 + dist.get_rank(), 6.0), (1.0, 3.0)):
+        tensor = torch.tensor([own])
         all_reduce(tensor, group, op="sum", transport=SHARED)
-    return [] if [float(tensor) for tensor in values] == [6.0, 3.0] else [str(values)]
+        assert tensor.tolist() == [total]
 
 
 Call = Callable[[dist.ProcessGroup], None]
@@ -192,24 +188,25 @@ def _exchange(length: int) -> Call:
     return lambda group: exchange(tensors[0], other, tensors[1], other, group, transport=SHARED)
 
 
-def _different_calls() -> list[list[Call]]:
-    """Calls of two to four ranks, one each, that do not fit together."""
-    return [
-        *(
-            [_reduce(n) for n in lengths]
-            for lengths in ((10, 11), (100_000, 200_000), (10, 11, 10))
-        ),
-        [_reduce(10), _reduce(1_000_000), _reduce(10), _reduce(10)],
-        [_gather(4), _gather(5)],
-        [_reduce(4, "mean"), _reduce(4)],
-        [_reduce(4, "mean", torch.float16), _reduce(4, "mean", torch.bfloat16)],
-        [_gather(8), _reduce(4)],
-        [_exchange(3 << 17), _exchange(2 << 17)],
-        [_reduce(4), _reduce(0)],
-        [_gather(1), _gather(1), _gather(2)],
-        [_reduce(4), _reduce(4, "max"), _reduce(4)],
-        [_reduce(4), _reduce(4, "mean", torch.int64)],
-    ]
+DIFFERENT_CALLS: dict[str, Callable[[], list[Call]]] = {
+    "lengths": lambda: [_reduce(10), _reduce(11)],
+    "long": lambda: [_reduce(100_000), _reduce(200_000)],
+    "one of three": lambda: [_reduce(10), _reduce(11), _reduce(10)],
+    "one of four, long": lambda: [_reduce(10), _reduce(1_000_000), _reduce(10), _reduce(10)],
+    "gathers": lambda: [_gather(4), _gather(5)],
+    "mean and sum": lambda: [_reduce(4, "mean"), _reduce(4)],
+    "dtypes of one size": lambda: [
+        _reduce(4, "mean", torch.float16),
+        _reduce(4, "mean", torch.bfloat16),
+    ],
+    "another collective": lambda: [_gather(8), _reduce(4)],
+    "exchange": lambda: [_exchange(3 << 17), _exchange(2 << 17)],
+    "nothing": lambda: [_reduce(4), _reduce(0)],
+    "gathers, one of three": lambda: [_gather(1), _gather(1), _gather(2)],
+    "no such op": lambda: [_reduce(4), _reduce(4, "max"), _reduce(4)],
+    "no such dtype": lambda: [_reduce(4), _reduce(4, "mean", torch.int64)],
+}
+"""Calls of two to four ranks, one each, that do not fit together."""
 
 
 def _error_text(call: Call, group: dist.ProcessGroup) -> str:
@@ -223,20 +220,15 @@ def _error_text(call: Call, group: dist.ProcessGroup) -> str:
 
 
 @on_ranks(4)
-def test_ranks_that_make_different_calls_say_so() -> list[str]:
-    wrong = []
+@pytest.mark.parametrize("case", DIFFERENT_CALLS)
+def test_ranks_that_make_different_calls_say_so(case: str) -> None:
+    calls = DIFFERENT_CALLS[case]()
+    group = dist.new_group(range(len(calls)))
+    text = _error_text(calls[dist.get_rank()], group) if dist.get_rank() < len(calls) else None
+    errors = [error for error in gather_json(text) if error is not None]
+    assert any("the same call, with one shape and dtype" in error for error in errors)
     known = "same call|ended or failed|op must be|dtypes float64"
-    for number, calls in enumerate(_different_calls()):
-        group = dist.new_group(range(len(calls)))
-        text = _error_text(calls[dist.get_rank()], group) if dist.get_rank() < len(calls) else None
-        errors = [error for error in gather_json(text) if error is not None]
-        is_named = any("the same call, with one shape and dtype" in error for error in errors)
-        wrong += (
-            []
-            if is_named and all(re.search(known, error) for error in errors)
-            else [f"{number}: {errors}"]
-        )
-    return wrong
+    assert all(re.search(known, error) for error in errors), errors
 
 
 WAITING_AT_THE_END = """
@@ -264,12 +256,11 @@ def test_a_program_that_ends_while_a_thread_waits_ends_with_its_status() -> None
 
 
 @on_ranks(3)
-def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> list[str]:
+def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> None:
     """One of three ranks lacks what shared memory needs, one thing after another."""
     denied = _refuse(PermissionError, "not allowed")
     closed = "rank 1: another rank's memory or process cannot be opened: not allowed"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    wrong = []
     for place, name, replaced, expected in (
         (
             shared_memory,
@@ -295,26 +286,23 @@ def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> lis
                 resource.setrlimit(
                     resource.RLIMIT_FSIZE, (2**20 if place is resource else soft, hard)
                 )
-            wrong += [f"{name}: {text}" for text in _check_fallback(group, expected)]
-            # The ranks serve other tests, too.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return wrong
+            try:
+                _check_fallback(group, expected)
+            finally:  # the ranks serve other tests, too
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def _check_fallback(group: dist.ProcessGroup, expected: str) -> list[str]:
-    rank = dist.get_rank()
+def _check_fallback(group: dist.ProcessGroup, expected: str) -> None:
     before = _count_mappings()
-    wrong = []
     name, reason = transport_in_use(group)
-    if name != POINT_TO_POINT or expected not in reason:
-        wrong.append(f"rank {rank}: {name}, {reason}")
-    x = torch.full((1000,), float(rank))
+    assert name == POINT_TO_POINT
+    assert expected in reason
+    x = torch.full((1000,), float(dist.get_rank()))
     all_reduce(x, group)
-    wrong += [] if bool((x == 1).all()) else [f"rank {rank}: wrong after falling back"]
+    assert (x == 1).all()
     with pytest.raises(ValueError, match=f"cannot share memory.*{re.escape(expected)}"):
         butterfly_all_reduce(x, group, transport=SHARED)
-    left = _count_mappings() - before
-    return wrong + ([f"rank {rank}: {left} mappings are left"] if left else [])
+    assert _count_mappings() == before
 
 
 def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
@@ -325,8 +313,8 @@ def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
 
 
 @on_ranks(2, 4)
-def test_no_message_is_read_too_early_or_written_over() -> list[str]:
-    return find_torn_messages({2: 2_000, 4: 200}[dist.get_world_size()])
+def test_no_message_is_read_too_early_or_written_over() -> None:
+    pass_messages({2: 2_000, 4: 200}[dist.get_world_size()])
 
 
 @pytest.mark.slow
@@ -336,21 +324,16 @@ def test_no_message_is_read_too_early_or_written_over() -> list[str]:
 def test_no_message_is_read_before_it_is_written_in_many_rounds(
     world_size: int, rounds: int
 ) -> None:
-    rounds = STRESS_ROUNDS or rounds
-    assert (
-        run_ranks(find_torn_messages, rounds, world_size=world_size, timeout_s=3000)
-        == [[]] * world_size
-    )
+    run_ranks(pass_messages, STRESS_ROUNDS or rounds, world_size=world_size, timeout_s=3000)
 
 
-def find_torn_messages(rounds: int) -> list[str]:
+def pass_messages(rounds: int) -> None:
     """Every message differs from all before it in every element, so that one torn or stale byte is
     noticed."""
     transport = find_transport(None, CPU, SHARED)
     rank = transport.rank
     p = transport.world_size
     lengths = (1, 7, 64, 500, 3000)
-    wrong = []
     for round_ in range(rounds):
         n = lengths[round_ % 5]
         value = round_ * p
@@ -386,11 +369,7 @@ def find_torn_messages(rounds: int) -> list[str]:
             mine.fill_(-1)
             received = [(total, sum(value + other for other in range(p) if other != rank))]
         for x, expected in received:
-            if int(x.min()) != expected or int(x.max()) != expected:
-                wrong.append(
-                    f"rank {rank}: round {round_}: {x.unique()[:5].tolist()}, not {expected}"
-                )
-    return wrong[:5]
+            assert int(x.min()) == int(x.max()) == expected, round_
 
 
 # Compiling the library: once, by one process, for this user; and what happens if that fails

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,33 +18,20 @@ from labkit.parallel import context_attention, pipeline
 from labkit.parallel.context import context_parallel, gather_attention
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from labkit.parallel.gradients import clip_grad_norm_
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.losses import IGNORED, mean_loss, next_tokens, summed_loss
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.verify import Parallel, over_sequence, verify
+from labkit.parallel.verify import Parallel, Verification, over_sequence, verify
 from labkit.parallel.verify_causes import Case, explain_gradient
+from tests.parallel.model_parallel_cases import TiedHead, masked_mean
+from tests.parallel.shared_ranks import on_ranks
 
 SHAPE = TransformerShape(d_model=16, d_ff=24, n_layers=2, n_heads=4, vocabulary=12)
 TOKENS = (torch.arange(64) * 5 % 11).view(4, 16)
 TARGETS = next_tokens(TOKENS)
 MASKED = TARGETS.clone()
 MASKED[1, :12] = MASKED[3, 6:] = IGNORED  # other numbers of targets in each half of the batch
-
-
-def masked_mean(logits: Tensor, targets: Tensor) -> Tensor:
-    total, count = summed_loss(logits, targets)
-    return total / count.clamp(min=1)
-
-
-class TiedHead(nn.Module):
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t()
 
 
 def layers() -> list[nn.Module]:
@@ -361,79 +348,57 @@ RIGHT: dict[str, tuple[Make, Plan, Tensor]] = {
 }
 
 
-def verify_all() -> dict[str, list[Any]]:
-    results = {}
-    for name, (make, parallelize, targets, *_) in (FAULTS | RIGHT).items():
-        batches = [(TOKENS, targets), (TOKENS.roll(1, 0), targets.roll(1, 0))]
-        result = verify(make, parallelize, batches)
-        results[name] = [bool(result), result.verdict, result.name, str(result)]
-    return results
+def verify_twice(make: Make, parallelize: Plan, targets: Tensor) -> Verification:
+    batches = [(TOKENS, targets), (TOKENS.roll(1, 0), targets.roll(1, 0))]
+    return verify(make, parallelize, batches)
 
 
-@cache
-def results() -> list[dict[str, list[Any]]]:
-    return run_ranks(verify_all, world_size=2, timeout_s=300)
+PAGE = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+PRINTED = [
+    line.split("|")[-2] for line in PAGE.split("| fault |")[1].split("\n\n")[0].splitlines()[2:]
+]
+"""What the page says is printed, by fault."""
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(fault: str) -> None:
-    *_, name, cause = FAULTS[fault]
-    for is_equal, _, got_name, text in (rank[fault] for rank in results()):
-        assert not is_equal
-        assert got_name == name, text
-        assert cause in text, text
+def test_a_planted_fault_is_named_as_in_the_docs(fault: str) -> None:
+    *case, name, cause = FAULTS[fault]
+    result = verify_twice(*case)
+    assert not result
+    assert result.name == name
+    assert cause in str(result)
+    assert len(PRINTED) == len(FAULTS)
+    for part in PRINTED[list(FAULTS).index(fault)].split("..."):
+        assert part.strip(" ,") in str(result)
 
 
-def test_the_table_of_the_docs_has_what_is_printed() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
-    lines = page.split("| fault |")[1].split("\n\n")[0].splitlines()[2:]
-    assert len(lines) == len(FAULTS)
-    for fault, line in zip(FAULTS, lines, strict=True):
-        cause = line.split("|")[-2]
-        for text in (rank[fault][3] for rank in results()):
-            missing = [each for each in cause.split("...") if each.strip(" ,") not in text]
-            assert missing == [], text
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("training", RIGHT)
 def test_a_right_training_passes(training: str) -> None:
-    for is_equal, _, _, text in (rank[training] for rank in results()):
-        assert is_equal, text
+    result = verify_twice(*RIGHT[training])
+    assert result, str(result)
 
 
-def adafactor() -> dict[str, list[Any]]:
-    results = {}
-    trainings: dict[str, tuple[Make, Plan]] = {
-        "columns": (wide, partial(by_columns, fork=True)),
-        "averaged": (tied, partial(averaged, change=mean)),
-    }
-    for name, (make, parallelize) in trainings.items():
-        optimizer = partial(torch.optim.Adafactor, lr=0.1)
-        result = verify(make, parallelize, [(TOKENS, MASKED)], optimizer=optimizer)
-        results[name] = [bool(result), result.what, result.name, result.cause]
-    return results
-
-
+@on_ranks(2)
 def test_an_optimizer_that_sees_a_part_of_a_matrix_is_named() -> None:
-    for results in run_ranks(adafactor, world_size=2):
-        *off, cause = results["columns"]
-        assert off == [False, "parameter", "1.weight"]
-        assert "optimizer" in cause
-        assert "a part of it" in cause
-        assert results["averaged"][0], results["averaged"]
+    optimizer = partial(torch.optim.Adafactor, lr=0.1)
+    columns = partial(by_columns, fork=True)
+    result = verify(wide, columns, [(TOKENS, MASKED)], optimizer=optimizer)
+    assert [bool(result), result.what, result.name] == [False, "parameter", "1.weight"]
+    assert "optimizer" in result.cause
+    assert "a part of it" in result.cause
+    of_all = partial(averaged, change=mean)
+    assert verify(tied, of_all, [(TOKENS, MASKED)], optimizer=optimizer)
 
 
-def no_targets_on_rank_1() -> list[str]:
+@on_ranks(2)
+def test_a_rank_whose_data_does_not_matter_is_no_test() -> None:
     targets = TARGETS.clone()
     targets[2:] = IGNORED
     result = verify(tied, partial(averaged, change=mean), [(TOKENS, targets)])
-    return [result.verdict, result.cause]
-
-
-def test_a_rank_whose_data_does_not_matter_is_no_test() -> None:
-    for verdict, cause in run_ranks(no_targets_on_rank_1, world_size=2):
-        assert verdict == "refused"
-        assert "rank 1" in cause
+    assert result.verdict == "refused"
+    assert "rank 1" in result.cause
 
 
 def test_the_example_of_the_docs_runs(
@@ -441,8 +406,7 @@ def test_the_example_of_the_docs_runs(
 ) -> None:
     # Trains in a tenth of the time.
     monkeypatch.setitem(SIZES, "nano", replace(SHAPE, vocabulary=64))
-    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
-    exec(page.split("```python\n")[1].split("```")[0], {"__name__": "__main__"})
+    exec(PAGE.split("```python\n")[1].split("```")[0], {"__name__": "__main__"})
     assert capsys.readouterr().out == "['equal', 'equal']\n"
 
 
@@ -461,21 +425,18 @@ IN_BFLOAT16 = {
 }
 
 
-def verify_rough() -> dict[str, str]:
-    """Return what is printed for faults that rounding nearly hides."""
-    causes = {}
-    for name, (make, parallelize, targets) in IN_BFLOAT16.items():
-        batches = [(TOKENS, targets)]
-        causes[name] = verify(make, parallelize, batches, dtype=torch.bfloat16).cause
-    causes["noise"] = verify(unmasked, partial(averaged, change=noisy), [(TOKENS, TARGETS)]).cause
-    return causes
+@on_ranks(2)
+@pytest.mark.parametrize("fault", IN_BFLOAT16)
+def test_a_fault_is_named_where_rounding_nearly_hides_it(fault: str) -> None:
+    make, parallelize, targets = IN_BFLOAT16[fault]
+    result = verify(make, parallelize, [(TOKENS, targets)], dtype=torch.bfloat16)
+    assert FAULTS[fault][-1] in result.cause
 
 
+@on_ranks(2)
 def test_a_cause_is_named_only_if_it_explains_most_of_the_error() -> None:
-    for causes in run_ranks(verify_rough, world_size=2):
-        for fault in IN_BFLOAT16:
-            assert FAULTS[fault][-1] in causes[fault]
-        assert "drift" in causes["noise"] or "no known pattern" in causes["noise"]
+    result = verify(unmasked, partial(averaged, change=noisy), [(TOKENS, TARGETS)])
+    assert "drift" in result.cause or "no known pattern" in result.cause
 
 
 def of_one_parameter() -> Case:

@@ -16,7 +16,7 @@ from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP, gather
 from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.transport import make_separate_transport
+from tests.parallel.sharding_cases import transport_by_backend
 from tests.parallel.shared_ranks import on_ranks
 from tests.rehearsal import pretended_cuda
 from tests.rehearsal.pretended_cuda import Stream, current_stream, pretended_gpu
@@ -62,12 +62,6 @@ def _ddp(model):
     return BucketedDDP(model, all_reduce="auto", bucket_mb=5e-5, first_bucket_mb=5e-5)
 
 
-def _make_transport(group, device, _):
-    transport = make_separate_transport(group, torch.device("cpu"), "point_to_point")
-    transport.collective_group = dist.group.WORLD  # as over NCCL
-    return transport
-
-
 def _logged(name, collective, numbers):
     def call(*args, **options):
         # A flag or two by which ranks agree travel between CPUs.
@@ -84,7 +78,7 @@ def test_a_step_over_nccl(wrap, expected):
     """A layer is gathered while the one before computes, and its gradients are added up while the
     next one's are computed; no memory is released that the other stream still reads."""
     with pretended_gpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "make_separate_transport", _make_transport)
+        patch.setattr(overlap, "make_separate_transport", transport_by_backend)
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).to("cuda")
         wrapper = wrap(model)
         for index, layer in enumerate(model):
