@@ -14,8 +14,8 @@ from labkit.lab.project import recorded_directory
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason, slowdown_by_others
-from labkit.parallel.launch import run_ranks
 from tests.lab.fake_lab import FAKE, FakeConfig
+from tests.parallel.shared_ranks import on_ranks
 
 
 def _load(**fields):
@@ -88,17 +88,15 @@ def test_periods_that_a_quota_held_back_are_a_share_of_those_since(monkeypatch):
     assert [meter.load().throttled_share, meter.load().throttled_share] == [0.5, None]
 
 
-def _probe_twice():
-    return [probe(), probe()], dist.get_rank()
-
-
+@on_ranks(3)
 def test_two_ranks_answer_one_another_and_the_first_copies():
-    (first, rank), *others = run_ranks(_probe_twice, world_size=3)
-    assert rank == 0
-    assert all(
-        one.keys() == {"ping_s", "exchange_s", "copy_s"} and min(one.values()) > 0 for one in first
-    )
-    assert [probes for probes, _ in others] == [[{}, {}]] * 2
+    for _ in range(2):
+        probed = probe()
+        if dist.get_rank() == 0:
+            assert probed.keys() == {"ping_s", "exchange_s", "copy_s"}
+            assert min(probed.values()) > 0
+        else:
+            assert probed == {}
 
 
 def test_a_point_that_starts_its_processes_itself_is_not_probed():

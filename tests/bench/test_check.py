@@ -14,7 +14,7 @@ from labkit.bench.check import (
     matrix_product,
     max_over_ranks,
 )
-from labkit.parallel.launch import run_ranks
+from tests.parallel.shared_ranks import on_ranks
 
 
 def test_an_error_up_to_the_limit_is_ok_and_a_larger_one_or_none_is_wrong():
@@ -35,20 +35,14 @@ def test_one_tensor_that_is_missing_zero_or_no_number_is_seen_among_many():
         assert largest_difference(right | {name: tensor * math.nan}, right) == math.inf
 
 
-def _agreed():
-    rank = dist.get_rank()
-    return [
-        max_over_ranks(float(rank)),
-        max_over_ranks(math.nan if rank == 1 else 0.0),
-        first_failing_rank([0.0, math.inf] if rank == 2 else [-1.0, 0.0]),
-        first_failing_rank([float(rank), 5.0] if rank else [-1.0, 0.0]),
-        first_failing_rank([-1.0, 0.0]),
-    ]
-
-
+@on_ranks(3)
 def test_ranks_agree_on_what_any_of_them_found():
-    expected = [2.0, math.inf, [2, [0.0, math.inf]], [1, [1.0, 5.0]], None]
-    assert run_ranks(_agreed, world_size=3) == [expected] * 3
+    rank = dist.get_rank()
+    assert max_over_ranks(float(rank)) == 2.0
+    assert max_over_ranks(math.nan if rank == 1 else 0.0) == math.inf
+    assert first_failing_rank([0.0, math.inf] if rank == 2 else [-1.0, 0.0]) == (2, [0.0, math.inf])
+    assert first_failing_rank([float(rank), 5.0] if rank else [-1.0, 0.0]) == (1, [1.0, 5.0])
+    assert first_failing_rank([-1.0, 0.0]) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,8 @@ from labkit.bench.clock import (
     time_parts_interleaved,
     turn_order,
 )
-from labkit.parallel.launch import run_ranks
+from labkit.parallel.messages import gather_json
+from tests.parallel.shared_ranks import on_ranks
 
 
 def _noting(notes, *names):
@@ -143,16 +144,12 @@ def test_a_stopwatch_keeps_its_laps():
     assert [lap >= 0.002 for lap in watch.seconds] == [True] * 3
 
 
-def _turns():
+@on_ranks(2)
+def test_ranks_have_the_same_turns():
     turns = []
     names = "abcd" if dist.get_rank() == 0 else "dbac"
     time_interleaved(
         _noting(turns, *names), warmup=1, repeats=10, before=dist.barrier, seed="a point"
     )
-    return turns
-
-
-def test_ranks_have_the_same_turns():
-    first, second = run_ranks(_turns, world_size=2, timeout_s=60)
-    assert len(first) == 44
-    assert first == second
+    assert len(turns) == 44
+    assert gather_json(turns) == [turns, turns]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from labkit.bench import clock
 from labkit.bench.clock import MIN_ROUNDS, PILOT_ROUNDS, plan_rounds, time_interleaved
 from labkit.bench.intervals import FALSE_DISCOVERY_RATE, estimate_paired
-from labkit.parallel.launch import run_ranks
+from labkit.parallel.messages import gather_json
+from tests.parallel.shared_ranks import on_ranks
 
 MOST = 60
 GAIN = 0.1
@@ -80,20 +81,17 @@ def test_the_set_up_is_the_time_since_the_point_or_its_last_rounds(monkeypatch):
     assert len(time_interleaved({"a": pass_time}, **options)["a"]) == PILOT_ROUNDS
 
 
-def until_known():
+@on_ranks(2)
+def test_ranks_take_as_many_rounds_as_the_slowest_of_them_need():
     rank = dist.get_rank()
     # what the steady rank waits for
     slower = np.maximum(1.0, noise(0.5, seed=3)) if rank else np.ones((2, MOST))
     times = iter(slower.ravel())
-    clock._time_calls = lambda action, calls, is_cuda: next(times)  # of this rank's process alone
-    samples = time_interleaved({"a": int, "b": int}, warmup=0, repeats=30, gain=GAIN)
-    dist.barrier()
-    return len(samples["a"])
-
-
-def test_ranks_take_as_many_rounds_as_the_slowest_of_them_need():
-    first, second = run_ranks(until_known, world_size=2)
-    assert first == second > MIN_ROUNDS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "_time_calls", lambda action, calls, is_cuda: next(times))
+        samples = time_interleaved({"a": int, "b": int}, warmup=0, repeats=30, gain=GAIN)
+    rounds = gather_json(len(samples["a"]))
+    assert rounds[0] == rounds[1] > MIN_ROUNDS
 
 
 def test_the_rounds_of_a_pilot_are_none_of_the_samples(monkeypatch):

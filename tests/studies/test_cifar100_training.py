@@ -3,7 +3,6 @@ changes nothing."""
 
 import hashlib
 from dataclasses import replace
-from functools import cache
 from io import BytesIO
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.nn.vision import SmallConvNet
-from labkit.parallel.launch import Row, launch
+from labkit.parallel.messages import gather_json
 from labkit.studies.cifar100.training import (
     OWN_LOCAL,
     OWN_SYNC,
@@ -22,18 +21,13 @@ from labkit.studies.cifar100.training import (
     seed_of,
     updates_of,
 )  # fmt: skip
+from tests.parallel.shared_ranks import on_ranks
 from tests.parallel.sync_batchnorm_cases import collectives_of
 
 ORDERED = Recipe(classes=10, batch=4, accumulation=3)
 RECIPE = Recipe(
     classes=10, batch=4, accumulation=2, dropout=False, dtype=torch.float64, learning_rate=0.05
 )
-
-
-def call(point):
-    """The worker: a function and its argument are a point."""
-    function, argument = point
-    yield {"result": function(argument)}
 
 
 def random_images(number, seed=0):
@@ -69,10 +63,9 @@ def one_process(net, images, labels, updates, batch):
         optimizer.step()
 
 
-def deviation_from_one_process(case):
+def deviation_from_one_process(name, batch):
     """After 3 updates: how far weights are from one process's, how far they went, how far
     statistics are."""
-    name, batch = case
     images, labels = random_images(40)
     updates = first_updates(3, len(images))
     trainer = Trainer(name, RECIPE, 0)
@@ -94,19 +87,15 @@ def deviation_from_one_process(case):
     return deviation, change, of_statistics
 
 
-def collectives_by_micro_batches(names):
-    """Of one update, by implementation, with one, two and four micro-batches."""
+def collectives_by_micro_batches(name):
+    """Of one update, with one, two and four micro-batches."""
     images, labels = random_images(16)
-    counts = {}
-    for name in names:
-        trainer = Trainer(name, RECIPE, 0)
-        trainer.update(images[:8], labels[:8])  # what is done once
-        trainer.update(images[:8], labels[:8])
-        counts[name] = [
-            sorted(collectives_of(lambda n=n, t=trainer: t.update(images[:n], labels[:n]))[1])
-            for n in (4, 8, 16)
-        ]
-    return counts
+    trainer = Trainer(name, RECIPE, 0)
+    trainer.update(images[:8], labels[:8])  # what is done once
+    trainer.update(images[:8], labels[:8])
+    return [
+        collectives_of(lambda n=n: trainer.update(images[:n], labels[:n]))[1] for n in (4, 8, 16)
+    ]
 
 
 def digest(trainer):
@@ -119,13 +108,49 @@ def digest(trainer):
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def interrupted_and_not(name):
-    """Digests after two epochs with dropout: in one go, and by a new trainer from the state after
-    the first one."""
+# Images that one process passes through the net at a time: a micro-batch of both ranks, or that of
+# one.
+WHOLE = 2 * RECIPE.batch
+EACH = RECIPE.batch
+
+
+@on_ranks(2)
+def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
+    """3 updates of two micro-batches, float64, no dropout."""
+    deviation, change, of_statistics = deviation_from_one_process(OWN_SYNC, WHOLE)
+    assert change > 0.02
+    assert deviation < 1e-9 * change
+    assert of_statistics < 1e-10
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", [OWN_LOCAL, TORCH_LOCAL])
+def test_local_batch_norm_trains_as_one_process_that_takes_micro_batches_one_by_one(name):
+    deviation, change, _ = deviation_from_one_process(name, EACH)
+    assert deviation < 1e-9 * change
+
+
+@on_ranks(2)
+def test_ranks_synchronize_once_an_update_however_many_micro_batches():
+    for name in (OWN_LOCAL, TORCH_LOCAL):
+        one, two, four = map(sorted, collectives_by_micro_batches(name))
+        assert one == two == four
+        assert one.count("allreduce_") == 2  # the first bucket, and the rest of the gradients
+    # batch norm gathers in each forward pass and adds up in each backward, one message each on two
+    # ranks
+    names = collectives_by_micro_batches(OWN_SYNC)
+    counts = [(each.count("1 message"), each.count("allreduce_")) for each in names]
+    assert counts == [(2, 2), (4, 2), (8, 2)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", [OWN_SYNC, OWN_LOCAL, TORCH_LOCAL])
+def test_a_resumed_training_ends_bit_by_bit_as_an_uninterrupted_one(name):
+    """Two epochs with dropout: in one go, and by a new trainer from the state after the first."""
     recipe = replace(RECIPE, dropout=True, dtype=torch.float32)
     data = random_images(16)
     shard = random_images(6, seed=1 + dist.get_rank())
-    digests = []
+    ends = []
     for stops_after in (2, 1):
         trainer = Trainer(name, recipe, 7)
         losses = []
@@ -137,98 +162,27 @@ def interrupted_and_not(name):
                 trainer = Trainer(name, recipe, 7)
                 trainer.load(torch.load(BytesIO(file.getvalue()), weights_only=True))
             total, seen = trainer.epoch(*data, 7, epoch)
-            losses.append(
-                [float(total), seen, *trainer.validate(*shard, 6 * dist.get_world_size())]
-            )
-        digests.append([digest(trainer), losses])
-    return digests
+            validated = trainer.validate(*shard, 6 * dist.get_world_size())
+            losses.append([float(total), seen, *validated])
+        ends.append([digest(trainer), losses])
+    assert ends[0] == ends[1]
+    assert gather_json(ends[0][0]) == [ends[0][0]] * 2, "ranks end differently"
 
 
-def validated(sizes):
-    """(loss, accuracy) over shards of these sizes, and those of one process over all of them."""
+@on_ranks(2)
+@pytest.mark.parametrize("sizes", [[5, 5], [5, 4], [3, 0]])
+def test_validation_over_shards_is_that_of_one_process(sizes):
     images, labels = random_images(sum(sizes), seed=3)
     trainer = Trainer("own + SyncBatchNorm", RECIPE, 0)
     trainer.epoch(*random_images(16), 0, 1)
-    rank = dist.get_rank()
-    own = [part.split(sizes)[rank] for part in (images, labels)]
-    result = trainer.validate(*own, sum(sizes))
+    own = [part.split(sizes)[dist.get_rank()] for part in (images, labels)]
+    loss, accuracy = trainer.validate(*own, sum(sizes))
     trainer.net.eval()
     with torch.no_grad():
         logits = trainer.net((images.double() - 127.5) / 127.5)
-    loss = torch.nn.functional.cross_entropy(logits, labels)
-    return list(result), [float(loss), float((logits.argmax(1) == labels).double().mean())]
-
-
-TRAINED = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
-# Images that one process passes through the net at a time: a micro-batch of both ranks, or that of
-# one.
-WHOLE = 2 * RECIPE.batch
-EACH = RECIPE.batch
-DEVIATIONS = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH)]
-POINTS = [
-    *((deviation_from_one_process, case) for case in DEVIATIONS),
-    (collectives_by_micro_batches, TRAINED),
-    *((interrupted_and_not, name) for name in TRAINED),
-    *((validated, sizes) for sizes in ([5, 5], [5, 4], [3, 0])),
-]
-
-
-@cache
-def _results():
-    """By point, the result of each of two ranks, or why there is none. One group runs all."""
-    results = [[None, None] for _ in POINTS]
-    for item in launch(call, POINTS, world_size=2):
-        if isinstance(item, Row):
-            results[item.index][item.rank] = item.values["result"]
-        elif item.status != "ok":
-            results[item.index] = item.reason
-    return results
-
-
-def _result(function, argument):
-    result = _results()[POINTS.index((function, argument))]
-    assert isinstance(result, list), result
-    return result
-
-
-def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
-    """3 updates of two micro-batches, float64, no dropout."""
-    for deviation, change, of_statistics in _result(deviation_from_one_process, (OWN_SYNC, WHOLE)):
-        assert change > 0.02
-        assert deviation < 1e-9 * change
-        assert of_statistics < 1e-10
-
-
-@pytest.mark.parametrize("name", [OWN_LOCAL, TORCH_LOCAL])
-def test_local_batch_norm_trains_as_one_process_that_takes_micro_batches_one_by_one(name):
-    for deviation, change, _ in _result(deviation_from_one_process, (name, EACH)):
-        assert deviation < 1e-9 * change
-
-
-def test_ranks_synchronize_once_an_update_however_many_micro_batches():
-    for rank in _result(collectives_by_micro_batches, TRAINED):
-        for name in (OWN_LOCAL, TORCH_LOCAL):
-            one, two, four = rank[name]
-            assert one == two == four
-            assert one.count("allreduce_") == 2  # the first bucket, and the rest of the gradients
-        # batch norm gathers in each forward pass and adds up in each backward, one message each on
-        # two ranks
-        counts = [(names.count("1 message"), names.count("allreduce_")) for names in rank[OWN_SYNC]]
-        assert counts == [(2, 2), (4, 2), (8, 2)]
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_resumed_training_ends_bit_by_bit_as_an_uninterrupted_one(name):
-    first, second = _result(interrupted_and_not, name)
-    for in_one_go, interrupted in (first, second):
-        assert in_one_go == interrupted
-    assert first[0][0] == second[0][0]  # and ranks end alike
-
-
-@pytest.mark.parametrize("sizes", [[5, 5], [5, 4], [3, 0]])
-def test_validation_over_shards_is_that_of_one_process(sizes):
-    for result, expected in _result(validated, sizes):
-        assert result == pytest.approx(expected, rel=1e-12)
+    expected = torch.nn.functional.cross_entropy(logits, labels)
+    assert loss == pytest.approx(float(expected), rel=1e-12)
+    assert accuracy == float((logits.argmax(1) == labels).double().mean())
 
 
 def test_each_epoch_has_an_order_of_its_own_and_every_image_at_most_once():

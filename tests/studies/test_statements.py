@@ -13,11 +13,11 @@ from labkit.lab.units import format_value
 from labkit.lab.wording import headline
 from labkit.machine.cgroups import available_cores
 from labkit.machine.description import describe_machine
-from labkit.parallel.launch import run_ranks
 from labkit.studies import load_lab
 from labkit.studies.memory import worker as memory
 from labkit.studies.shared.alternatives import ALL_CORES, cores_of_all_ranks
 from tests.pages.cells import recorded, run_of
+from tests.parallel.shared_ranks import on_ranks
 
 PHASES = ("forward", "backward", "optimizer")
 PLANNED = ("ways", "alternatives")
@@ -135,26 +135,28 @@ def test_a_pair_is_measured_in_one_sweep_of_a_page():
     assert set(pairs.values()) == {1}
 
 
-def _threads():
-    with cores_of_all_ranks():
-        inside = torch.get_num_threads()
-    return [torch.get_num_threads(), inside]
-
-
+@on_ranks(2)
 def test_one_rank_that_is_compared_with_several_has_the_cores_of_all():
-    for outside, inside in run_ranks(_threads, world_size=2):
-        assert inside == min(available_cores(), 2 * outside)
-    for lab in ("context_parallel", "model_parallel"):
-        declared = load_lab(lab)
-        question = declared.question("length" if lab == "context_parallel" else "width")
-        assert question.baseline == ALL_CORES
-        points = declared.plan(declared.profiles["quick"], describe_machine())
-        assert any(ALL_CORES in getattr(point, name, ()) for point in points for name in PLANNED)
+    outside = torch.get_num_threads()
+    with cores_of_all_ranks():
+        assert torch.get_num_threads() == min(available_cores(), 2 * outside)
+    assert torch.get_num_threads() == outside
+
+
+@pytest.mark.parametrize(
+    ("lab", "question"), [("context_parallel", "length"), ("model_parallel", "width")]
+)
+def test_a_lab_measures_the_one_rank_that_it_compares_with(lab, question):
+    declared = load_lab(lab)
+    assert declared.question(question).baseline == ALL_CORES
+    points = declared.plan(declared.profiles["quick"], describe_machine())
+    assert any(ALL_CORES in getattr(point, name, ()) for point in points for name in PLANNED)
 
 
 def test_what_a_layout_allows_is_the_mean_ranks_share_of_the_last_ones_scores():
     run = recorded("context_parallel")
     table = load_lab("context_parallel").question("efficiency").table(run.results())
+    assert len(table)
     for row in table.to_dict("records"):
         layout = "contiguous" if "contiguous" in row["way"] else "zigzag"
         p = int(row["world_size"])
@@ -176,5 +178,6 @@ def test_the_floor_lies_below_all_that_is_measured():
     times = slowest(
         recorded("all_reduce"), "world_size", "n_bytes", "algorithm", sweep="transports"
     )
+    assert times
     for (*where, algorithm), seconds in times.items():
         assert algorithm == "floor" or median(seconds) > median(times[*where, "floor"])
