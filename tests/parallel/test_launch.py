@@ -32,7 +32,7 @@ from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
 from labkit.parallel.ranks import group, results, server_process
 from labkit.parallel.ranks.debugger import TERMINAL
 from labkit.parallel.ranks.results import current_alternative
-from tests.parallel.waiting import is_gone
+from tests.parallel.waiting import is_gone, wait_until
 
 
 def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], list[PointEnd]]:
@@ -420,7 +420,9 @@ def test_a_rank_that_dies_between_two_points_costs_none() -> None:
         elif isinstance(item, PointEnd):
             statuses.append(item.status)
             os.kill(pids[1], signal.SIGKILL)
-            time.sleep(1.0)  # until it is reported
+            # until its parent has seen it, and has had a while to report it
+            assert wait_until(lambda: not psutil.pid_exists(pids[1]))
+            time.sleep(0.3)
     assert statuses == ["ok", "ok"]
 
 

@@ -32,7 +32,7 @@ JOB = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
 SCRIPT = """
 import json, os, sys, time
 from contextlib import suppress
-import torch, torch.distributed as dist
+import psutil, torch, torch.distributed as dist
 from labkit.__main__ import main
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.launch import Row, launch, run_ranks
@@ -75,7 +75,10 @@ def die_between():
         items.append(plain(item))
         if len(items) == 2:
             os.kill(items[1][3]["pid"], 9)  # rank 1's
-            time.sleep(1.0)
+            # until its parent has seen it, and has had a while to report it
+            while psutil.pid_exists(items[1][3]["pid"]):
+                time.sleep(0.01)
+            time.sleep(0.3)
     return items
 
 def plain(item):
