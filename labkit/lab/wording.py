@@ -137,14 +137,15 @@ def _no_difference(answer: Comparison) -> Sentence:
         compared = f"either {answer.noun}"
     else:
         compared = f"any of {answer.n_alternatives} {answer.noun}s"
-    noun = phrasing(answer.quantity).noun
-    text = f"no clear difference in {noun} between {compared} and {answer.baseline}"
+    phrases = phrasing(answer.quantity)
     if not is_undecided:
-        return Sentence(f"{text}.")
-    if not answer.seconds_more:  # the run does not say how long its rounds took
-        return Sentence(f"{text}; a gain of 10% is not excluded.", "Undecided")
-    more = format_estimate(answer.seconds_more)
-    return Sentence(f"{text}; about {more} more would show a 10% gain.", "Undecided")
+        names = f"{compared} and {answer.baseline}"
+        return Sentence(f"no clear difference in {phrases.noun} between {names}.")
+    start = "the run does not show"
+    if answer.seconds_more:  # a run that does not say how long its rounds took has none
+        start = f"about {format_estimate(answer.seconds_more)} more would show"
+    gain = f"whether {compared} is 10% {phrases.better} than {answer.baseline}"
+    return Sentence(f"{start} {gain}.", "Undecided")
 
 
 def overall(answer: Answer) -> str:

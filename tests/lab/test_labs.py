@@ -2,6 +2,7 @@
 its recorded run."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pandas as pd
 import pytest
 
 from labkit.lab import wording
-from labkit.lab.facts import Note
+from labkit.lab.facts import Comparison, Note
 from labkit.lab.metric import Results
 from labkit.lab.project import checkout, notebook_path, recorded_directory, reference_directory
 from labkit.lab.runs.store import Run
@@ -128,6 +129,16 @@ def test_a_text_names_columns_as_the_table_beside_it_does(path):
         for span in SPAN.findall(cell.source):
             is_column = span in names or COLUMN.fullmatch(span)
             assert not is_column or span in spelled | shown, (span, shown)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
+def test_an_undecided_comparison_has_a_short_headline(path):
+    """On a busy machine: with the words that a recorded run may not need."""
+    for answer in _answers(path)[1].values():
+        if isinstance(answer, Comparison):
+            subject = answer.subject if answer.n_alternatives == 1 else None
+            is_open = replace(answer, verdict="undecided", subject=subject, seconds_more=1200.0)
+            check_headline(headline(is_open))
 
 
 def check_headline(headline):
