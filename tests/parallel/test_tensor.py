@@ -24,7 +24,6 @@ from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.cut_tensors import ELEMENTWISE, CutGradient, CutParameter
-from labkit.parallel.gradients import clip_grad_norm_
 from labkit.parallel.losses import IGNORED
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
@@ -237,43 +236,6 @@ def test_states_of_parts_in_shards() -> None:
 def own_batch() -> tuple[Tensor, Tensor]:
     tokens = (torch.arange(16) * 3 % own_model.VOCABULARY).view(2, 8)
     return tokens, tokens.roll(5).masked_fill(torch.arange(8) < 3, IGNORED)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        (own_model.PLAN, {}),
-        (own_model.PLAN, {"is_tied": True}),
-        (own_model.LORA_PLAN, {"has_lora": True}),
-    ],
-    ids=["own", "tied", "LoRA"],
-)
-def test_own_models(
-    plan: dict[str, str], options: dict[str, bool], sequence_parallel: bool
-) -> None:
-    """Gradients, norms and weights of three steps are those of one process: grouped heads, biases,
-    norms of heads, temperatures, LoRA, tied weights."""
-    tokens, targets = own_batch()
-    one = own_model.build(**options)
-    model = tensor_parallel(
-        own_model.build(seed=dist.get_rank(), **options),
-        plan=plan,
-        sequence_parallel=sequence_parallel,
-    )
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (one, model)]
-    for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_, nn.utils.clip_grad_norm_):
-        language_model_loss(one(tokens), targets).backward()
-        model(tokens, targets).backward()
-        grads = model.gather_state_dict(gradients(model))
-        assert furthest(grads, gradients(one)) <= EXACT
-        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-        assert abs(clip(model.parameters(), 0.1) - norm) <= EXACT
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert furthest(model.gather_state_dict(), one.state_dict()) <= EXACT
 
 
 @on_ranks(2)
