@@ -6,8 +6,6 @@ import os
 import signal
 from itertools import count, product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -46,14 +44,6 @@ def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() 
     )
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
-
-
-def test_at_a_deadline_ranks_that_have_finished_are_told_from_those_that_hang() -> None:
-    leader: Any = SimpleNamespace(send=lambda _: None)
-    ranks = {number: SimpleNamespace(stacks=lambda: "in sleep") for number in (0, 1)}
-    own = SimpleNamespace(_leader=leader, _ranks=ranks)
-    text = group.RankGroup._dump_stacks(own, [0])  # type: ignore[arg-type]
-    assert text == "rank 0:\nin sleep\nrank 1: has finished"
 
 
 def _scores() -> list[int]:
