@@ -454,6 +454,10 @@ def test_refusals() -> None:
     for expected, call in calls:
         assert_refused(expected, call)
     assert half.tolist() == [1.0] * 6, "changed before it was refused"
+    for by in TRANSPORTS:  # nor has it left a message
+        x = torch.full((1,), 1.0 + dist.get_rank())
+        all_reduce(x, op="sum", transport=by)
+        assert x.tolist() == [3.0]
 
 
 def test_without_a_process_group_the_error_names_what_is_missing() -> None:
