@@ -15,14 +15,13 @@ from labkit.lab.compare import compare_runs, run_names, write_comparison
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric
-from labkit.lab.project import recorded_directory
 from labkit.lab.runs.copies import load_runs, without_copies
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS
 from labkit.studies import load_lab as load_real
-from tests import small_steps  # noqa: F401
 from tests.cases import thinned
+from tests.pages.cells import recorded
 
 EVIL = "<script>alert(1)</script>"
 QUOTED = "\" onerror='alert(1)"
@@ -199,9 +198,8 @@ def test_runs_are_named_by_machine_and_by_start_if_they_share_it(tmp_path):
     "lab", thinned(LABS, lambda lab: lab in ("training_step", "sharding", "cifar100"))
 )
 def test_every_recorded_run_is_compared_with_itself_and_agrees(lab):
-    (path,) = (recorded_directory() / lab).glob("*.jsonl")
-    run = Run.load(path)
-    (pair,) = compare_runs([run, Run.load(path)], load_real)
+    run = recorded(lab)
+    (pair,) = compare_runs([run, Run.load(run.path)], load_real)
     assert set(pair.outcomes().values()) == {"agree"}
     assert set(pair.ratios["difference"]) <= {NO_DIFFERENCE_SHOWN}
 

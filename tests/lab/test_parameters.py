@@ -10,10 +10,9 @@ from nbformat.v4 import new_code_cell, new_notebook
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
 from labkit.lab.parameters import literal_assignments, report_parameters
-from labkit.lab.project import recorded_directory
-from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import verdicts
 from labkit.studies import load_lab
+from tests.pages.cells import recorded
 
 STUDY = load_lab("all_reduce")
 
@@ -152,8 +151,7 @@ def test_a_report_s_values_win_over_the_config_of_a_notebook():
     [("model_parallel", "pipeline"), ("context_parallel", "ring, zigzag"), ("limits", "gloo")],
 )
 def test_a_verdict_names_the_way_axis_or_schedule(lab, name):
-    (path,) = (recorded_directory() / lab).glob("*.jsonl")
-    run = Run.load(path)
+    run = recorded(lab)
     names = {one.name for one in verdicts(load_lab(lab), run)}
     assert name in names
     assert not names & set(run.header.planned)

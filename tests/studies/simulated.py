@@ -10,15 +10,8 @@ import pandas as pd
 from labkit.bench.clock import PILOT_ROUNDS, SET_UP_SHARE, plan_rounds
 from labkit.lab.answers import Compare, Question
 from labkit.lab.metric import Results
-from labkit.lab.project import recorded_directory
-from labkit.lab.runs.store import Run
 from labkit.studies import load_lab
-
-
-@cache
-def recorded_run(lab):
-    (path,) = (recorded_directory() / lab).glob("*.jsonl")
-    return Run.load(path)
+from tests.pages.cells import recorded
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Series:
 @cache
 def series_of(lab, question_id):
     """The series of a `Compare`; none for counts, and where its baseline was not measured."""
-    run = recorded_run(lab)
+    run = recorded(lab)
     question = load_lab(lab).question(question_id)
     metric = question.metric
     frame = metric.select(run.frame())

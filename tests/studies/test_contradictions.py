@@ -10,9 +10,9 @@ from labkit.lab.answers import TOPICS, Compare
 from labkit.lab.facts import Comparison, Counts
 from labkit.lab.pages import index
 from labkit.lab.pages.record import PageRecord, answered_run
-from labkit.lab.project import recorded_directory
 from labkit.lab.recommended import DEFAULT
 from labkit.studies import LABS, load_lab
+from tests.pages.cells import recorded
 
 TOPIC_OF = {
     "attention.fastest": "attention",
@@ -88,17 +88,13 @@ def contradictions(asked, results):
 def answered(lab):
     """Questions of a lab with the answers of its recorded run."""
     study = load_lab(lab)
-    run, answers = answered_run(study, newest_recorded(lab))
+    run, answers = answered_run(study, recorded(lab).path)
     asked = [(question, answers[question.id]) for question in study.questions]
     return asked, replace(run.results(), names=study.names)
 
 
 def answers_of(lab):
-    return answered_run(load_lab(lab), newest_recorded(lab))[1]
-
-
-def newest_recorded(lab):
-    return max((recorded_directory() / lab).glob("*.jsonl"))
+    return answered_run(load_lab(lab), recorded(lab).path)[1]
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -120,7 +116,7 @@ def rendered(tmp_path, monkeypatch):
     """Renders the index of all recorded runs as if this machine had measured them."""
     monkeypatch.setattr(index.Entry, "is_here", property(lambda entry: entry.run is not None))
     for lab in LABS:
-        record = PageRecord(lab=lab, run=str(newest_recorded(lab)))
+        record = PageRecord(lab=lab, run=str(recorded(lab).path))
         (tmp_path / f"{lab}.json").write_text(record.model_dump_json())
 
     def render(**changed):

@@ -12,7 +12,8 @@ from scipy.stats import binom
 from labkit.lab.answers import Check, Compare
 from labkit.lab.compare import verdict_outcome
 from labkit.studies import LABS, load_lab
-from tests.studies.simulated import recorded_run, series_of, simulate
+from tests.pages.cells import recorded
+from tests.studies.simulated import series_of, simulate
 
 NOISE = 0.1
 SEEDS = 40
@@ -45,7 +46,7 @@ def check_null(question, run, rows, seed):
 @cache
 def null_claims(lab):
     """By kind of question: (claims, answers)."""
-    run = recorded_run(lab)
+    run = recorded(lab)
     counts = {Compare: [0, 0], Check: [0, 0]}
     for question in load_lab(lab).questions:
         verdicts = []
