@@ -12,7 +12,7 @@ counts with the square root of its rows.
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, intervals, memory
 from labkit.scaling.calibration import soft_l1
-from labkit.scaling.constants import CALIBRATED, Constant, from_values, read_constants
+from labkit.scaling.constants import CALIBRATED, load_constants
 from labkit.scaling.intervals import OTHERS, UNKNOWN, Widths
 from labkit.scaling.prediction import FITS_SHARE, predict_runs
 from labkit.scaling.published import (
@@ -68,31 +68,28 @@ LARGE = 1000
 FAMILY = ["table", "name", "gpus", "global_batch", "seq_len", "precision"]
 # Measured layouts of a family, to judge which one is proposed.
 MIN_LAYOUTS = 4
+CONSTANTS = pd.read_csv(DATA / "constants.csv")
+CONSTANTS.index = CONSTANTS["quantity"] + "." + CONSTANTS["key"]
+FITTED = CONSTANTS[CONSTANTS["spread"] > 0]
 # Fitted quantities that memory depends on, and time does not.
-MEMORY = {"activation_scale", "held_gathers"}
-FITTED = [constant for constant in read_constants() if constant.is_fitted]
-TIME_CONSTANTS = [constant for constant in FITTED if constant.quantity not in MEMORY]
-MEMORY_CONSTANTS = [constant for constant in FITTED if constant.quantity in MEMORY]
+IS_MEMORY = FITTED["quantity"].isin(["activation_scale", "held_gathers"])
 
 
 def fit(
-    constants: Sequence[Constant], errors: Callable[[Mapping[str, float]], np.ndarray]
+    constants: pd.DataFrame, errors: Callable[[Mapping[str, float]], np.ndarray]
 ) -> dict[str, float]:
     """The most likely values of these constants, by name, from their priors and from `errors` of
     values by name."""
-    prior = np.log([constant.prior for constant in constants])
-    spread = np.array([constant.spread for constant in constants])
+    prior = np.log(constants["prior"].to_numpy())
+    spread = constants["spread"].to_numpy()
 
     def values(logs: np.ndarray) -> dict[str, float]:
-        return {
-            constant.name: float(value)
-            for constant, value in zip(constants, np.exp(logs), strict=True)
-        }
+        return dict(zip(constants.index, np.exp(logs).tolist(), strict=True))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([errors(values(logs)), (logs - prior) / spread])
 
-    bounds = np.log([[constant.low, constant.high] for constant in constants]).T
+    bounds = np.log(constants[["low", "high"]].to_numpy()).T
     return values(
         least_squares(residuals, prior, bounds=bounds, max_nfev=EVALUATIONS, diff_step=1e-4).x
     )
@@ -110,13 +107,19 @@ def fit_time(published: Runs, mask: np.ndarray) -> dict[str, float]:
     weight /= weight.mean()
     predict_step_s(runs)  # its columns are shared by every evaluation
     return fit(
-        TIME_CONSTANTS,
+        FITTED[~IS_MEMORY],
         lambda values: soft_l1(weight * np.log(seconds(runs, values) / measured) / NOISE),
     )
 
 
 def with_values(runs: Runs, values: Mapping[str, float]) -> Runs:
-    return runs.with_constants(from_values(read_constants(), values))
+    """The runs under constants with other values of some, by name."""
+    constants = load_constants()
+    table = {quantity: dict(by_key) for quantity, by_key in constants.table.items()}
+    for name, value in values.items():
+        quantity, key = name.split(".")
+        table[quantity][key] = value
+    return runs.with_constants(replace(constants, table=table))
 
 
 def seconds(runs: Runs, values: Mapping[str, float]) -> np.ndarray:
@@ -143,7 +146,7 @@ def fit_memory(runs: Runs) -> dict[str, float]:
             ]
         )
 
-    return fit(MEMORY_CONSTANTS, errors)
+    return fit(FITTED[IS_MEMORY], errors)
 
 
 def fit_memory_widths(published: Runs, values: Mapping[str, float]) -> Widths:
@@ -255,17 +258,9 @@ def fit_widths(errors: pd.DataFrame) -> Widths:
     return {**widths, CALIBRATED: (float(low), float(high))}
 
 
-def sum_exponents(errors: pd.DataFrame, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends' exponents of every row."""
-    ranges = errors["range_low"].to_numpy(), errors["range_high"].to_numpy()
-    return intervals.sum_exponents(
-        errors["source"].to_numpy(str), errors["distance"].to_numpy(), ranges, widths
-    )
-
-
-def fit_intervals(errors: pd.DataFrame) -> tuple[tuple[np.ndarray, np.ndarray], Widths]:
-    """Both ends' exponents of every row by widths that saw no model of its part; and the widths of
-    answers, from all rows.
+def fit_intervals(errors: pd.DataFrame, runs: Runs) -> tuple[intervals.Ends, Widths]:
+    """Both ends of the judged runs' intervals by widths that saw no model of their part; and the
+    widths of answers, from all rows.
 
     A part is a sixth of the models.
     """
@@ -273,8 +268,16 @@ def fit_intervals(errors: pd.DataFrame) -> tuple[tuple[np.ndarray, np.ndarray], 
     high = np.empty(len(errors))
     for part in errors["model"].unique():
         is_part = (errors["model"] == part).to_numpy()
-        widths = fit_widths(errors[~is_part])
-        low[is_part], high[is_part] = sum_exponents(errors[is_part], widths)
+        rows = errors[is_part]
+        ranges = rows["range_low"].to_numpy(), rows["range_high"].to_numpy()
+        low[is_part], high[is_part] = intervals.time_ends(
+            runs.take(is_part),
+            rows["predicted_s"].to_numpy(),
+            rows["source"].to_numpy(str),
+            rows["distance"].to_numpy(),
+            ranges,
+            fit_widths(errors[~is_part]),
+        )
     return (low, high), fit_widths(errors)
 
 
@@ -364,16 +367,15 @@ def main() -> None:
         f"{len(published)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f}"
         " s to fit"
     )
-    for constant in FITTED:
-        print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
+    for name, prior in FITTED["prior"].items():
+        print(f"  {name:32} {values[name]:<10.4g} from {prior:g}")
     folds = list(make_folds(published))
     errors = pd.concat([cross_validate(published, fold) for fold in folds], ignore_index=True)
     has_widths = errors["source"].isin([*home_tables(published), UNKNOWN])
     errors["source"] = errors["source"].where(has_widths, OTHERS)
-    exponents, widths = fit_intervals(errors)
-    widths = {**widths, **fit_memory_widths(published, values)}
     judged = [run for fold in folds for run in fold.judged_runs(published).origin]
-    low, high = intervals.find_ends(Runs(judged), errors["predicted_s"].to_numpy(), exponents)
+    (low, high), widths = fit_intervals(errors, Runs(judged))
+    widths = {**widths, **fit_memory_widths(published, values)}
     scores = errors.assign(key=published.key[errors["row"]], low_s=low, high_s=high)[COLUMNS]
     print_scores(judge(scores))
     if is_writing:

@@ -41,7 +41,7 @@ ALLOWED = {
     "lab": {"lab", "nn", "parallel", "scaling", "bench", "costs", "machine", "torch_private"},
     "nn": {"nn", "machine", "costs", "torch_private"},
     "parallel": {"parallel", "nn", "machine", "costs", "torch_private"},
-    "scaling": {"scaling", "costs"},
+    "scaling": {"scaling"},
     "bench": {"bench", "torch_private"},
     "costs": {"costs"},
     "machine": {"machine", "__version__"},

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
-from typing import Any
 
 import numpy as np
 
@@ -34,8 +33,8 @@ class Change:
         return self.request.tokens / self.prediction.step_s if self.prediction else 0.0
 
     @property
-    def has_room(self) -> bool:
-        return self.prediction is not None and self.prediction.has_room
+    def fits(self) -> bool:
+        return self.prediction is not None and self.prediction.fits
 
 
 @dataclass(frozen=True)
@@ -49,25 +48,23 @@ class Advice:
     """The best layout, else the one that needs the least memory."""
     others: Sequence[Prediction]
     """The best layout of each other strategy, or the one with the least memory if none fits."""
-    changes: Sequence[Change]
-    """What would make room if memory is short, then variations of the request if it fits."""
+    remedies: Sequence[Change]
+    """What would make the training fit, if the first layout may not."""
+    variations: Sequence[Change]
+    """What would make it faster or slower, if it fits."""
     neighbors: Sequence[Neighbor]
     """The published runs nearest to the first layout."""
 
     @property
     def remedy(self) -> str | None:
-        """The first change that makes the training fit, with room to spare if one does."""
-        if self.first.has_room:
-            return None
-        # The order of the changes stays among those with room, and among the others.
-        changes = sorted(self.changes, key=lambda change: not change.has_room)
-        return next((change.name for change in changes if change.prediction), None)
+        """The first remedy that surely fits, else the first that may."""
+        best = min(self.remedies, key=lambda change: not change.fits, default=None)
+        return best.name if best else None
 
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
-    """Return sequences per step: of exactly `tokens` if they are whole, else a near number.
+    """Return sequences per step: of exactly `tokens`, else a near number that many ranks divide.
 
-    The near number is one that many ranks and micro-batches divide.
     ValueError for fewer tokens than one sequence.
     """
     if tokens < seq_len:
@@ -75,13 +72,11 @@ def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
             f"expected a sequence or more per step: {tokens:.0f} tokens are less than {seq_len}"
         )
     sequences = tokens / seq_len
-    if sequences == int(sequences):
-        return int(sequences)
     near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
 
-    # First by the ranks that divide it, then by their micro-batches, last by the distance.
     def preference(count: int) -> tuple[float, ...]:
-        return gcd(count, gpus), gcd(count, MAX_MICRO_BATCH * gpus), -abs(count - sequences)
+        by_ranks = gcd(count, gpus), gcd(count, MAX_MICRO_BATCH * gpus)
+        return count == sequences, *by_ranks, -abs(count - sequences)
 
     return max((*near, round(sequences)), key=preference)
 
@@ -91,12 +86,16 @@ def advise(request: Request) -> Advice:
     ranking = rank(request)
     best = ranking.proposed()
     first = ranking.first()
-    changes = [] if first.has_room else list(_remedies(request, ranking))
+    remedies = []
+    if not first.fits:
+        remedies = list(_remedies(request, ranking))
     others = []
+    variations = []
     if best:
         others = _other_strategies(ranking, best)
-        changes += [_answer(name, changed) for name, changed in _variations(request)]
-    return Advice(request, best, first, others, changes, nearest(request.run(first.layout)))
+        variations = [_answer(name, changed) for name, changed in _variations(request)]
+    near = nearest(request.run(first.layout))
+    return Advice(request, best, first, others, remedies, variations, near)
 
 
 def strategy(layout: Layout) -> str:
@@ -118,53 +117,45 @@ def _other_strategies(ranking: Ranking, best: Sequence[Prediction]) -> list[Pred
     first = dict[str, int]()
     for row in (*ranking.order, *np.argsort(predictions.peak_gib)):
         first.setdefault(strategy(runs.origin[row].layout), int(row))
-    proposed = {one.layout for one in best}
+    proposed = {prediction.layout for prediction in best}
     others = [row for _, row in sorted(first.items())]
     return predictions.some([row for row in others if runs.origin[row].layout not in proposed])
 
 
-def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
-    """Find another request's best layout, with room to spare if one has it; None: nothing fits."""
+def _answer(name: str, request: Request, *, must_fit: bool = False) -> Change:
+    """Find another request's best layout; with `must_fit` one that surely fits, if there is one."""
     # A change may make the request impossible, as with GPUs that a fixed layout does not divide.
     try:
         ranking = rank(request)
     except ValueError:
         return Change(name, request, None)
-    rows = ranking.with_room if with_room and ranking.with_room else ranking.order
+    rows = ranking.fitting if must_fit and ranking.fitting else ranking.order
     best = ranking.predictions.some(rows[:1])
     return Change(name, request, best[0] if best else None)
 
 
 def _remedies(request: Request, ranking: Ranking) -> Iterator[Change]:
-    """Yield of each kind of change the first that leaves room to spare, else its last."""
+    """Yield of each kind of change the first that surely fits, else its last."""
     # A layout with less memory may be slower, which is why it was not the best.
-    for lean in ranking.predictions.some(ranking.with_room[:1]):
+    for lean in ranking.predictions.some(ranking.fitting[:1]):
         yield Change("a layout that needs less memory", request, lean)
     for kind in _larger(request):
         change = None
         for name, changed in kind:
-            change = _answer(name, changed, with_room=True)
-            if change.has_room:
+            change = _answer(name, changed, must_fit=True)
+            if change.fits:
                 break
         if change is not None and change.prediction is not None:
             yield change
 
 
 def _larger(request: Request) -> Iterator[list[tuple[str, Request]]]:
-    """Yield kinds of changes that may make room, each in steps; cheap ones come first.
-
-    The first one that fits is the remedy, and GPUs have to be rented.
-    """
+    """Yield kinds of changes that may make it fit, each in steps; GPUs have to be rented."""
     hardware = request.hardware
-
-    def without(name: str) -> dict[str, Any]:
-        return {other: value for other, value in request.fixed.items() if other != name}
-
     for name, value in request.fixed.items():
-        title = f"not {name.replace('_', '-')} {value}"
-        yield [(title, replace(request, fixed=without(name)))]
+        yield [(f"not {name.replace('_', '-')} {value}", request.without(name))]
     more = [factor * request.gpus for factor in GPU_FACTORS]
-    yield [(f"{n} GPUs", replace(request, fixed=without("dp"), gpus=n)) for n in more]
+    yield [(f"{gpus} GPUs", replace(request.without("dp"), gpus=gpus)) for gpus in more]
     # The nodes and their network stay: only their GPUs change.
     cards = [
         HARDWARE[name].with_network(

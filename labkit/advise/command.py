@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from labkit.advise.request import Options, flag, make_request, read_options
+from labkit.advise.request import Options, make_request, read_options
 from labkit.lab.commands.console import number, print_json
 from labkit.lab.config import ParameterError
 
@@ -24,34 +24,26 @@ Text = str | None
 def advise(
     context: typer.Context,
     *,
-    model: Annotated[
-        Text, _option("A name (llama-3-8b, qwen-2.5-7b, gpt-3-175b, mini) or a config.json.")
-    ] = None,
+    model: Annotated[Text, _option("Name (llama-3-8b, gpt-3-175b, mini) or config.json.")] = None,
     gpus: Annotated[Text, _option("Number of GPUs.")] = None,
     gpu: Annotated[Text, _option("GPU: h100, a100-40gb, h200, b200, mi300x, 4090, ...")] = None,
     gpus_per_node: Annotated[Text, _option("GPUs that share a node; default 8.")] = None,
-    network_gbps: Annotated[Text, _option("Gbit/s of all links of a node, one way.")] = None,
-    measured_bus_bandwidth: Annotated[
-        Text, _option("GB/s of an all-reduce over all nodes, as nccl-tests print it (busbw).")
-    ] = None,
+    network_gbps: Annotated[Text, _option("Gbit/s of all links of a node, one direction.")] = None,
+    measured_bus_bandwidth: Annotated[Text, _option("Measured GB/s, nccl-tests' busbw.")] = None,
     tokens_per_step: Annotated[Text, _option("Tokens per step of all GPUs; default 4M.")] = None,
     sequence: Annotated[Text, _option("Tokens per sequence; default 4096.")] = None,
     precision: Annotated[Text, _option("bf16, fp16 or fp8; default bf16.")] = None,
     tokens: Annotated[Text, _option("Tokens to train on; default 20 per parameter.")] = None,
-    framework: Annotated[
-        Text, _option("Framework: nemo, megatron-bridge, torchtitan, fsdp2, nanotron, mosaic, ...")
-    ] = None,
+    framework: Annotated[Text, _option("nemo, torchtitan, fsdp2, nanotron, mosaic, ...")] = None,
     calibrate: Annotated[Text, _option("A CSV of three or more of your runs, with step_s.")] = None,
     tokens_per_second: Annotated[Text, _option("With --explain: rate of all GPUs.")] = None,
     mfu: Annotated[Text, _option("With --explain: measured MFU in percent.")] = None,
-    tp: Annotated[
-        Text, _option("Tensor-parallel ranks. This and the following are searched unless set.")
-    ] = None,
+    tp: Annotated[Text, _option("Tensor-parallel ranks; all below: searched if not set.")] = None,
     pp: Annotated[Text, _option("Pipeline stages.")] = None,
     vp: Annotated[Text, _option("Chunks per stage.")] = None,
     cp: Annotated[Text, _option("Context-parallel ranks.")] = None,
     dp: Annotated[Text, _option("Data-parallel ranks.")] = None,
-    shard: Annotated[Text, _option("Sharding: none, zero1, zero2, zero3 or hsdp.")] = None,
+    shard: Annotated[Text, _option("Sharding: none, zero1, zero3 or hsdp.")] = None,
     micro_batch: Annotated[Text, _option("Sequences per micro-batch of a rank.")] = None,
     recompute: Annotated[Text, _option("none, selective or full.")] = None,
     lora: Annotated[bool, typer.Option("--lora", hidden=True)] = False,
@@ -82,7 +74,7 @@ def advise(
     except (ValueError, OSError) as error:
         raise ParameterError(str(error)) from None
     if as_json:
-        print_json("advise", map(prediction_number, predictions), answer=lines)
+        print_json("advise", map(_number, predictions), answer=lines)
     else:
         print("\n".join(lines))
 
@@ -93,17 +85,18 @@ def _advise(options: Options, explain: bool) -> tuple[list[str], list["Predictio
     from labkit.advise.explain import explain as diagnose
     from labkit.advise.report import report_advice, report_diagnosis
 
-    if explain != bool(options.named("tokens_per_second", "mfu")):
+    if len(options.named("tokens_per_second", "mfu")) != int(explain):
         raise ValueError(
-            "expected --tokens-per-second or --mfu (in percent) with --explain, and only with it"
+            "expected one of --tokens-per-second and --mfu (in percent) with --explain, and only"
+            " with it"
         )
-    question = make_request(options)
+    request = make_request(options)
     if explain:
-        diagnosis = diagnose(question)
-        return [*report_diagnosis(question, diagnosis)], [diagnosis.expected]
-    best = find_advice(question.request)
+        diagnosis = diagnose(request, options)
+        return [*report_diagnosis(diagnosis)], [diagnosis.expected]
+    advice = find_advice(request)
     # JSON has numbers also where nothing fits: how much memory the leanest layout needs.
-    return [*report_advice(question, best)], list(best.best or [best.first])
+    return [*report_advice(advice)], list(advice.best or [advice.first])
 
 
 def _apply(options: Options, explain: bool) -> str:
@@ -111,26 +104,24 @@ def _apply(options: Options, explain: bool) -> str:
     from labkit.lab.recommended import recommended_code
 
     # The others are about a cluster, of which this machine's runs know nothing.
-    other = [name for name in options.named() if name not in ("model", "sequence")]
-    other += ["explain"] * explain
-    if other:
+    if explain or options.named().keys() - {"model", "sequence"}:
         raise ValueError(
-            f"expected --apply without {flag(other[0])}: it prints Python for this machine"
+            "expected --apply with --model and --sequence alone: it prints Python for this machine"
         )
     return recommended_code(options.model, options.sequence)
 
 
-def prediction_number(one: "Prediction") -> dict[str, Any]:
+def _number(prediction: "Prediction") -> dict[str, Any]:
     """Return the step time of a layout as JSON has it, with memory and MFU."""
-    low, high = one.interval_90
+    low, high = prediction.interval_90
     return number(
-        str(one.layout),
-        one.step_s,
+        str(prediction.layout),
+        prediction.step_s,
         "s",
         low=low,
         high=high,
-        validity="; ".join(one.warnings) or "ok",
-        peak_gib=one.peak_gib,
-        mfu=one.mfu,
-        out_of_memory=one.out_of_memory,
+        validity="; ".join(prediction.warnings) or "ok",
+        peak_gib=prediction.peak_gib,
+        mfu=prediction.mfu,
+        out_of_memory=prediction.out_of_memory,
     )

@@ -6,7 +6,7 @@ The causes are those that public threads name most.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from labkit.advise.request import Options, Question
+from labkit.advise.request import Options, flag
 from labkit.scaling.intervals import peak_s
 from labkit.scaling.models import step_flops
 from labkit.scaling.prediction import Prediction, predict
@@ -14,9 +14,6 @@ from labkit.scaling.published import Neighbor, nearest
 from labkit.scaling.runs import Layout, Runs
 from labkit.scaling.search import Request, rank
 
-# A reported MFU is rounded, and FLOPs are counted in slightly different ways: within this share it
-# is the computed one.
-SAME = 0.1
 # bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100.
 FLOAT32_SLOWER = 16.0
 PCIE_GB_S = 25.0
@@ -50,8 +47,6 @@ class Diagnosis:
     """Measured, by labkit's convention."""
     conventions: Mapping[str, float]
     """Ways to count MFU, labkit's first, and this throughput by each."""
-    reported_mfu: float | None
-    """The user's own MFU of this throughput."""
     neighbors: Sequence[Neighbor]
     """The nearest published runs."""
     other_layout: Prediction | None
@@ -70,15 +65,6 @@ class Diagnosis:
         reached = peak_s(runs) / runs.step_s
         return float(reached.min()), float(reached.max())
 
-    @property
-    def convention(self) -> str | None:
-        """The convention that gives the reported MFU; None if none does or none was reported."""
-        reported = self.reported_mfu
-        if reported is None:
-            return None
-        name, mfu = min(self.conventions.items(), key=lambda item: abs(item[1] / reported - 1))
-        return name if abs(mfu / reported - 1) <= SAME else None
-
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
         # At its worst the step would take as long as it did, or longer.
@@ -88,28 +74,21 @@ class Diagnosis:
         return max((1 / cause.mfu - 1 / usual) / (1 / self.mfu - 1 / usual), 0.0)
 
 
-def explain(question: Question) -> Diagnosis:
+def explain(request: Request, options: Options) -> Diagnosis:
     """Diagnose the tokens per second, or the MFU by labkit's convention, that were measured."""
-    request = question.request
-    options = question.options
     # Expected is what the declared network allows: a slow one that was measured is a cause.
     unmeasured = replace(request, hardware=replace(request.hardware, bus_gb_s=0.0))
     expected = rank(unmeasured).first()
-    reported = None
+    measured = (options.mfu or 0.0) / 100
     if options.tokens_per_second:
-        if options.mfu:
-            reported = options.mfu / 100
         step_s = request.tokens / options.tokens_per_second
-    else:
-        step_s = expected.step_s * 100 * expected.mfu / (options.mfu or 100.0)
-    measured = expected.mfu * expected.step_s / step_s
+        measured = expected.mfu * expected.step_s / step_s
     diagnosis = Diagnosis(
         request=request,
         expected=expected,
-        step_s=step_s,
+        step_s=expected.step_s * expected.mfu / measured,
         mfu=measured,
         conventions=_conventions(request, expected.layout, measured),
-        reported_mfu=reported,
         neighbors=nearest(request.run(expected.layout)),
         other_layout=_faster_layout(unmeasured, expected),
     )
@@ -117,10 +96,10 @@ def explain(question: Question) -> Diagnosis:
         return diagnosis
     causes = [
         cause
-        for cause in _causes(unmeasured, expected, options)
+        for cause in _causes(unmeasured, expected.layout, options)
         if cause.mfu < MATTERS * expected.mfu
     ]
-    return replace(diagnosis, causes=sorted(causes, key=lambda cause: -diagnosis.share(cause)))
+    return replace(diagnosis, causes=sorted(causes, key=diagnosis.share, reverse=True))
 
 
 def _faster_layout(request: Request, expected: Prediction) -> Prediction | None:
@@ -133,35 +112,25 @@ def _faster_layout(request: Request, expected: Prediction) -> Prediction | None:
     return None
 
 
-def causal_share(request: Request) -> float:
-    """FLOPs of a step with the causal half of attention's scores, over those with all."""
-    half, whole = (
-        step_flops(request.model, seq_len=request.seq_len, sequences=1, causal=causal)
-        for causal in (True, False)
-    )
-    return float(half / whole)
-
-
 def _conventions(request: Request, layout: Layout, measured: float) -> dict[str, float]:
     """MFU from 0 to 1 by each way to count it."""
     model = request.model
     seq_len = request.seq_len
-    whole = step_flops(model, seq_len=seq_len, sequences=1) / seq_len
-    # Full recomputation repeats the forward pass: 2 FLOPs per parameter and token, and the scores.
-    again = 2 * model.layers * (model.layer_parameters + 2 * model.query_width * seq_len)
+    all_scores = step_flops(model, seq_len=seq_len, sequences=1)
+    causal = step_flops(model, seq_len=seq_len, sequences=1, causal=True)
     shares = {
         "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
-        "only the causal half of the scores": causal_share(request),
-        "6 FLOPs per parameter, no attention": 6 * model.parameters / whole,
+        "only the causal half of the scores": causal / all_scores,
+        "6 FLOPs per parameter, no attention": 6 * model.parameters * seq_len / all_scores,
         "over the peak with sparsity, twice the dense one": 0.5,
     }
+    # Full recomputation repeats the forward pass, a third of all.
     if layout.recompute == "full":
-        shares["recomputation counted (hardware FLOPs)"] = 1 + again / whole
+        shares["recomputation counted (hardware FLOPs)"] = 4 / 3
     return {name: measured * share for name, share in shares.items()}
 
 
-def _causes(request: Request, expected: Prediction, options: Options) -> Iterator[Cause]:
-    layout = expected.layout
+def _causes(request: Request, layout: Layout, options: Options) -> Iterator[Cause]:
     hardware = request.hardware
 
     def cause(name: str, check: str, changed: Request, layout: Layout = layout) -> Cause:
@@ -171,25 +140,18 @@ def _causes(request: Request, expected: Prediction, options: Options) -> Iterato
     yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0)
     # What the user did not state may be smaller than what the prediction took for it.
     seq_len = request.seq_len
-    unset = []
     if options.sequence is None:
         seq_len = min(SHORT_SEQUENCE, seq_len)
-        unset.append("--sequence")
-    if options.micro_batch is None:
-        unset.append("--micro-batch")
+    micro_batch = options.micro_batch or 1
+    unset = [name for name in ("sequence", "micro_batch") if not options.named(name)]
     if unset:
-        micro_batch = options.micro_batch or 1
         name = f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}"
         short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
         least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
-        yield cause(name, f"state {' and '.join(unset)}", short, least)
+        yield cause(name, f"state {' and '.join(map(flag, unset))}", short, least)
     if options.recompute is None and layout.recompute != "full":
-        yield cause(
-            "every layer recomputed",
-            "state --recompute",
-            request,
-            replace(layout, recompute="full"),
-        )
+        full = replace(layout, recompute="full")
+        yield cause("every layer recomputed", "state --recompute", request, full)
     slow = replace(hardware, matmul_tflops=hardware.matmul_tflops / FLOAT32_SLOWER)
     float32 = replace(request, hardware=slow)
     yield cause("matmuls in float32, no tensor cores", "labkit report precision", float32)
@@ -211,9 +173,12 @@ def _slow_network(request: Request, bus_gb_s: float | None) -> tuple[str, Reques
         name = f"an all-reduce at {bus_gb_s:.0f} GB/s, {declared_gb_s:.0f} expected at most"
         return name, replace(request, hardware=replace(hardware, bus_gb_s=bus_gb_s))
     # Nobody measured: links inside a node may be at fault as well.
-    slow = replace(hardware, link_gb_s=min(hardware.link_gb_s, PCIE_GB_S))
+    slow = replace(
+        hardware,
+        link_gb_s=min(hardware.link_gb_s, PCIE_GB_S),
+        network_gbps=hardware.network_gbps / 10,
+    )
     name = "GPUs that talk over PCIe instead of NVLink"
     if request.gpus > hardware.gpus_per_node:
-        slow = replace(slow, network_gbps=hardware.network_gbps / 10)
         name += ", a network down to a tenth"
     return name, replace(request, hardware=slow)

@@ -1,15 +1,15 @@
 """The answers of `labkit advise` in lines: a verdict, a sentence, tables that say their source."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from labkit.advise.advice import Advice, strategy
-from labkit.advise.explain import Diagnosis, causal_share
-from labkit.advise.request import TOKENS_PER_PARAMETER, Question, flag
+from labkit.advise.explain import Diagnosis
+from labkit.advise.request import flag
 from labkit.lab.commands.console import table_lines
-from labkit.lab.units import counted, format_seconds, join_words
-from labkit.scaling.prediction import FITS_SHARE, Prediction
+from labkit.lab.units import counted, format_seconds
+from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import Neighbor
 from labkit.scaling.search import Request
 
@@ -22,12 +22,13 @@ CLEAR = 0.03
 BELOW = 0.95
 
 
-def report_advice(question: Question, advice: Advice) -> Iterator[str]:
+def report_advice(advice: Advice) -> Iterator[str]:
     """Yield the verdict first, then memory, layouts, what would change the answer, its error."""
+    request = advice.request
     first = advice.first
     # Whether it fits comes before how fast it is: a layout that does not fit has no speed.
     yield from _advice_verdict(advice)
-    yield f"  {_describe(question.request)}"
+    yield f"  {_describe(request)}"
     stages = [
         (f"{stage} of {len(first.memory_gib)}", *(f"{gib:.1f}" for gib in parts.values()))
         for stage, parts in enumerate(first.memory_gib[:MAX_ROWS], start=1)
@@ -35,14 +36,15 @@ def report_advice(question: Question, advice: Advice) -> Iterator[str]:
     title = f"Memory per GPU in GiB: {first.layout} (predicted)"
     yield from _section(title, ("stage", *first.memory_gib[0]), stages)
     if advice.best:
-        columns = [_column(question, one) for one in advice.best]
+        columns = [_column(request, prediction) for prediction in advice.best]
         title = f"The best {counted(len(columns), 'layout')}, with 90% intervals (predicted)"
         headings = ("place", *(str(place) for place in range(1, len(columns) + 1)))
         cells = [(name, *(column[name] for column in columns)) for name in columns[0]]
         yield from _section(title, headings, cells)
     if advice.others:
         losers = [
-            (strategy(one.layout), str(one.layout), _compare(one, advice)) for one in advice.others
+            (strategy(other.layout), str(other.layout), _compare(other, advice))
+            for other in advice.others
         ]
         headings = ("strategy", "its best", "against the best")
         yield from _section("Why the others lose (predicted)", headings, losers)
@@ -50,15 +52,44 @@ def report_advice(question: Question, advice: Advice) -> Iterator[str]:
     title = "What would change the answer (predicted)"
     yield from _section(title, headings, _change_rows(advice))
     yield from _nearest(advice.neighbors)
-    yield ""
-    yield from _notes(question, advice.neighbors, first)
+    yield from _notes(request, advice.neighbors, first)
     yield (
         "Memory counts a training step: no evaluation, no other process on the GPU, no tensors"
         " that a program keeps."
     )
 
 
-def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def report_diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield the verdict, then possible causes, published runs, and the predicted parts."""
+    request = diagnosis.request
+    expected = diagnosis.expected
+    yield from (_verdict(diagnosis), _headline(diagnosis))
+    yield f"  {_describe(request)}; {expected.layout}"
+    if diagnosis.causes:
+        title = "Possible causes, each alone and at its worst (predicted)"
+        headings = ("cause", "MFU it leaves", "share of the gap", "check")
+        rows = []
+        for cause in diagnosis.causes:
+            left = f"{_percent(cause.mfu)} or more" if cause.mfu else "any"
+            share = diagnosis.share(cause)
+            explained = "up to all" if share == 1 else f"up to {_percent(share)}"
+            rows.append((cause.name, left, explained, cause.check))
+        yield from _section(title, headings, rows)
+    yield from _nearest(diagnosis.neighbors)
+    # Others count otherwise, and then two figures of the same run differ.
+    peak = f"{request.hardware.peak_tflops:g} TFLOP/s"
+    title = f"Your MFU by each way to count it; the dense peak is {peak} (measured by you)"
+    counts = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
+    yield from _section(title, ("counted as", "MFU"), counts)
+    parts = [
+        (name, format_seconds(seconds), _percent(seconds / expected.step_s))
+        for name, seconds in sorted(expected.parts_s.items(), key=lambda part: -part[1])
+    ]
+    yield from _section("Parts of the predicted step", ("part", "seconds", "share"), parts)
+    yield from _notes(request, diagnosis.neighbors, expected)
+
+
+def _section(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield a table under its title, which ends with where its numbers come from."""
     yield from ("", title)
     yield from (f"  {line}" for line in table_lines(rows, *headings))
@@ -66,142 +97,94 @@ def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]])
 
 def _advice_verdict(advice: Advice) -> tuple[str, str]:
     first = advice.first
-    memory = advice.request.hardware.memory_gib
-    peak = f"{first.peak_gib:.0f} [{first.peak_low:.0f}, {first.peak_high:.0f}]"
-    remedy = advice.remedy
-    if not advice.best:
-        least = f"{peak} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
-        change = f" Change first: {remedy}." if remedy else ""
-        return f"No, it does not fit: {least}.", f"Least memory: {first.layout}.{change}"
+    needs = f"each GPU needs {_memory(first, advice.request)}"
     step = _with_interval(first, float, format_seconds)
     headline = f"Use {first.layout}: {step} per step, {_percent(first.mfu)} MFU (predicted)."
-    fit = f"{peak} of {memory:.0f} GiB per GPU"
-    if first.has_room:
-        return f"Yes, it fits: {fit}.", headline
-    if remedy:
-        headline += f" Safer: {remedy}."
     if first.fits:
-        return f"Only just: {fit}, and steps may become slow.", headline
-    risk = _percent(first.out_of_memory)
-    return f"It may fit: {fit}, {risk} risk of running out.", headline
+        return f"Yes, it fits: {needs}.", headline
+    remedy = ""
+    if advice.remedy:
+        word = "Safer" if advice.best else "Change first"
+        remedy = f" {word}: {advice.remedy}."
+    if advice.best:
+        return f"It may fit: {needs}.", headline + remedy
+    return f"No, it does not fit: {needs}.", f"Least memory: {first.layout}.{remedy}"
 
 
-def _column(question: Question, one: Prediction) -> dict[str, str]:
+def _column(request: Request, prediction: Prediction) -> dict[str, str]:
     """Return a layout's cells by row."""
-    request = question.request
-    layout = one.layout
-    tokens = request.tokens
-    steps = question.budget / tokens
-    budget = f"days, {_count(question.budget)} tokens"
-    if question.options.tokens is None:
-        budget += f" ({TOKENS_PER_PARAMETER} per parameter)"
+    layout = prediction.layout
+    flops = prediction.mfu * prediction.step_s
+    days = request.budget / request.tokens / 86400
+    per_parameter = request.budget / request.model.parameters
+    budget = f"days, {_count(request.budget)} tokens ({per_parameter:.2g} per parameter)"
     return {
         "arrangement": str(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
         "recomputes": RECOMPUTED[layout.recompute],
-        "memory": _memory(one, request.hardware.memory_gib),
-        "step": _with_interval(one, float, format_seconds),
+        "memory": _memory(prediction, request),
+        "step": _with_interval(prediction, float, format_seconds),
         "MFU, all scores counted": _with_interval(
-            one, lambda step_s: one.mfu * one.step_s / step_s, _percent
+            prediction, lambda step_s: flops / step_s, _percent
         ),
-        "MFU, causal half": _percent(one.mfu * causal_share(request)),
-        "tokens per second": _with_interval(one, lambda step_s: tokens / step_s, _count),
-        budget: _with_interval(one, lambda step_s: steps * step_s / 86400, "{:.3g}".format),
-        "GPU-hours": _count(steps * one.step_s / 3600 * request.gpus),
+        "tokens per second": _with_interval(
+            prediction, lambda step_s: request.tokens / step_s, _count
+        ),
+        budget: _with_interval(prediction, lambda step_s: days * step_s, "{:.3g}".format),
+        "GPU-hours": _count(24 * days * prediction.step_s * request.gpus),
     }
 
 
-def _compare(one: Prediction, advice: Advice) -> str:
+def _compare(other: Prediction, advice: Advice) -> str:
     """Return why a layout loses against the best one, in a few words."""
     best = advice.first
-    memory = _memory(one, advice.request.hardware.memory_gib)
-    if not one.may_fit:
+    memory = _memory(other, advice.request)
+    if not other.may_fit:
         return f"does not fit: {memory}"
-    if one.is_unstable and not best.is_unstable:
-        return f"{memory}: steps become slow so near the limit"
-    slower = one.step_s / best.step_s - 1
+    slower = other.step_s / best.step_s - 1
     change = _change(slower)
     if abs(slower) < CLEAR:
         return change
+    # Ranked below all the same: the ranking prefers what is well within memory and known.
     if slower < 0:
-        # Ranked below all the same: the ranking prefers what is well within memory and data.
-        if one.has_room:
-            return f"{change}, but further from published runs"
         return f"{change}, but {memory}"
     # The part of the step that loses most time against the best layout is the reason.
-    usual = best.sums_s
-    lost = {name: seconds - usual[name] for name, seconds in one.sums_s.items()}
+    lost = {name: part - best.parts_s.get(name, 0) for name, part in other.parts_s.items()}
     return f"{change}: {max(lost, key=lost.__getitem__)}"
 
 
-def _change_rows(advice: Advice) -> list[tuple[str, ...]]:
+def _change_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
     base = advice.request.tokens / advice.first.step_s
-    rows: list[tuple[str, ...]] = []
-    for change in advice.changes:
-        one = change.prediction
-        if one is None:
-            rows.append((change.name, "does not fit", "", ""))
+    for change in (*advice.remedies, *advice.variations):
+        best = change.prediction
+        if best is None:
+            yield change.name, "does not fit", "", ""
             continue
         speed = _count(change.tokens_per_s)
         # Without a layout that fits there is no speed to compare with.
         if advice.best:
             speed = _change(change.tokens_per_s / base - 1)
-        layout = "the same" if one.layout == advice.first.layout else str(one.layout)
-        rows.append((change.name, speed, f"{one.peak_gib:.0f} GiB", layout))
-    return rows
-
-
-def report_diagnosis(question: Question, diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the verdict, then possible causes, published runs, and the predicted parts."""
-    expected = diagnosis.expected
-    yield from (_verdict(diagnosis), _headline(diagnosis))
-    yield f"  {_describe(question.request)}; {expected.layout}"
-    if diagnosis.causes:
-        rows = []
-        for cause in diagnosis.causes:
-            left = f"{_percent(cause.mfu)} or more" if cause.mfu else "any"
-            share = diagnosis.share(cause)
-            explained = "up to all" if share == 1 else f"up to {_percent(share)}"
-            rows.append((cause.name, left, explained, cause.check))
-        title = "Possible causes, each alone and at its worst (predicted)"
-        yield from _section(title, ("cause", "MFU it leaves", "share of the gap", "check"), rows)
-    yield from _nearest(diagnosis.neighbors)
-    # Others count otherwise, and then two figures of the same run differ.
-    peak = f"{question.request.hardware.peak_tflops:g} TFLOP/s"
-    counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
-    title = f"Your MFU by each way to count it; the dense peak is {peak} (measured by you)"
-    yield from _section(title, ("counted as", "MFU"), counted_as)
-    parts = [
-        (name, format_seconds(value), _percent(value / expected.step_s))
-        for name, value in sorted(expected.sums_s.items(), key=lambda part: -part[1])
-        if value
-    ]
-    yield from _section("Parts of the predicted step", ("part", "seconds", "share"), parts)
-    yield ""
-    yield from _notes(question, diagnosis.neighbors, expected)
+        layout = "the same" if best.layout == advice.first.layout else str(best.layout)
+        yield change.name, speed, f"{best.peak_gib:.0f} GiB", layout
 
 
 def _verdict(diagnosis: Diagnosis) -> str:
     expected = diagnosis.expected
     low_s, high_s = expected.interval_90
-    reached = diagnosis.neighbor_mfu
-    other = diagnosis.other_layout
-    # In the order of how much a reader can act on: a slow step, a slow layout, a way of counting.
+    factor = diagnosis.step_s / expected.step_s
+    # In the order of how much a reader can act on: a slow step, then a slow layout.
     if diagnosis.step_s > high_s:
-        factor = diagnosis.step_s / expected.step_s
         return f"Slower than predicted: the step takes {factor:.1f} times as long."
     # An interval may hold nearly everything, as that of a framework without published runs.
+    reached = diagnosis.neighbor_mfu
     if reached and diagnosis.mfu < BELOW * reached[0]:
-        times = " to ".join(dict.fromkeys(f"{mfu / diagnosis.mfu:.1f}" for mfu in reached))
+        times = _range([mfu / diagnosis.mfu for mfu in reached], "{:.1f}")
         return f"Slower than runs like yours: {times} times their time per step."
-    if other:
-        factor = expected.step_s / other.step_s
-        return f"The layout is slow: another one is predicted to be {factor:.1f} times as fast."
+    if diagnosis.other_layout:
+        gain = expected.step_s / diagnosis.other_layout.step_s
+        return f"The layout is slow: another one is predicted to be {gain:.1f} times as fast."
     if diagnosis.step_s < low_s:
-        share = _percent(diagnosis.step_s / expected.step_s)
-        return f"Faster than predicted: the step takes {share} of the time."
-    if diagnosis.convention not in (None, next(iter(diagnosis.conventions))):
-        return f"Only the convention differs: {diagnosis.convention}."
+        return f"Faster than predicted: the step takes {_percent(factor)} of the time."
     return "As predicted: nothing unusual in this step."
 
 
@@ -210,60 +193,57 @@ def _headline(diagnosis: Diagnosis) -> str:
     expected = diagnosis.expected
     low, high = (100 * expected.mfu * expected.step_s / end for end in expected.interval_90[::-1])
     sentences = [
-        f"You reach {100 * diagnosis.mfu:.1f}% MFU ({format_seconds(diagnosis.step_s)} per step)."
-        f" Predicted: {100 * expected.mfu:.1f}% [{low:.0f}, {high:.0f}]"
-        f" ({format_seconds(expected.step_s)} per step)."
+        f"You reach {100 * diagnosis.mfu:.1f}% MFU ({format_seconds(diagnosis.step_s)} per step).",
+        f"Predicted: {100 * expected.mfu:.1f}% [{low:.0f}, {high:.0f}]"
+        f" ({format_seconds(expected.step_s)} per step).",
     ]
     if diagnosis.neighbor_mfu:
-        # One number if the least and the largest are the same.
-        reached = " to ".join(dict.fromkeys(f"{100 * mfu:.0f}" for mfu in diagnosis.neighbor_mfu))
+        reached = _range([100 * mfu for mfu in diagnosis.neighbor_mfu], "{:.0f}")
         sentences.append(f"Published runs like yours reach {reached}% MFU.")
     other = diagnosis.other_layout
     if other:
-        factor = expected.step_s / other.step_s
+        gain = expected.step_s / other.step_s
         flags = " ".join(map(flag, diagnosis.request.fixed))
-        sentences.append(f"Without {flags} a step is {factor:.1f} times as fast: {other.layout}.")
+        sentences.append(f"Without {flags} a step is {gain:.1f} times as fast: {other.layout}.")
     return " ".join(sentences)
 
 
-def _nearest(rows: Sequence[Neighbor]) -> Iterator[str]:
+def _nearest(neighbors: Sequence[Neighbor]) -> Iterator[str]:
     """Yield the published runs nearest to the request, and how wrong the prediction of each is."""
-    cells = []
-    for row in rows:
-        run = row.run
-        gpus = f"{run.layout.gpus} x {run.hardware.name}"
+    rows = []
+    for neighbor in neighbors:
+        run = neighbor.run
         mfu = ""
         if np.isfinite(run.mfu):  # not all tables have it
             mfu = _percent(run.mfu)
-        step = format_seconds(run.step_s)
-        error = f"{100 * row.error:+.0f}%"
-        name = f"{run.table}: {run.model.name}"
-        cells.append((name, gpus, run.layout.arrangement, step, mfu, error, f"{row.distance:.2g}"))
+        row = (
+            f"{run.table}: {run.model.name}",
+            f"{run.layout.gpus} x {run.hardware.name}",
+            run.layout.arrangement,
+            format_seconds(run.step_s),
+            mfu,
+            f"{100 * neighbor.error:+.0f}%",
+            f"{neighbor.distance:.2g}",
+        )
+        rows.append(row)
     title = "The nearest published runs; a distance of 1 is twice as many GPUs (published)"
     headings = ("published run", "GPUs", "layout", "step", "MFU", "prediction off by", "distance")
-    yield from _section(title, headings, cells)
+    yield from _section(title, headings, rows)
 
 
-def _notes(question: Question, rows: Sequence[Neighbor], prediction: Prediction) -> Iterator[str]:
+def _notes(
+    request: Request, neighbors: Sequence[Neighbor], prediction: Prediction
+) -> Iterator[str]:
     """Yield how wrong this may be, its assumptions, and where it extrapolates."""
-    errors = np.abs([row.error for row in rows])
-    median = _percent(float(np.median(errors)))
-    worst = _percent(float(errors.max()))
+    errors = np.abs([neighbor.error for neighbor in neighbors])
+    yield ""
     yield (
-        f"How wrong: on the {len(rows)} nearest published runs the median error is {median}, the"
-        f" largest {worst}, by constants fitted without them. An interval [ ] holds 90%."
+        f"How wrong: on the {len(neighbors)} nearest published runs the median error is"
+        f" {_percent(float(np.median(errors)))}, the largest {_percent(float(errors.max()))}, by"
+        " constants fitted without them. An interval [ ] holds 90%."
     )
-    if question.calibration:
-        yield question.calibration
-    if question.assumptions:
-        yield f"Assumed: {join_words(question.assumptions)}."
-    if question.request.framework == "generic":
-        yield (
-            "No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the"
-            " intervals."
-        )
-    # The verdict has said what the other warnings say.
-    yield from (f"Beware: {text}." for text in prediction.warnings if text.startswith("extra"))
+    yield from request.notes
+    yield from (f"Beware: {warning}." for warning in prediction.warnings)
 
 
 def _describe(request: Request) -> str:
@@ -274,7 +254,7 @@ def _describe(request: Request) -> str:
     if request.gpus > hardware.gpus_per_node:
         network = f", {hardware.network_gbps:g} Gb/s per node"
     return (
-        f"{request.model.name} ({_count(float(request.model.parameters))} parameters) on"
+        f"{request.model.name} ({_count(request.model.parameters)} parameters) on"
         f" {request.gpus} x {hardware.name}{network}; {_count(request.tokens)} tokens per"
         f" step, sequences of {request.seq_len}, {request.precision}"
     )
@@ -303,17 +283,24 @@ def _change(share: float) -> str:
     return sign + _percent(abs(share))
 
 
+def _range(values: Sequence[float], form: str) -> str:
+    """Return "52 to 58", or one number if they are printed alike."""
+    return " to ".join(dict.fromkeys(map(form.format, values)))
+
+
 def _with_interval(
-    one: Prediction, value: Callable[[float], float], text: Callable[[float], str]
+    prediction: Prediction, value: Callable[[float], float], text: Callable[[float], str]
 ) -> str:
     """Return a quantity of the predicted step in seconds, and of the ends of its interval."""
-    low, high = sorted(map(value, one.interval_90))
-    return f"{text(value(one.step_s))} [{text(low)}, {text(high)}]"
+    low, high = sorted(map(value, prediction.interval_90))
+    return f"{text(value(prediction.step_s))} [{text(low)}, {text(high)}]"
 
 
-def _memory(one: Prediction, memory_gib: float) -> str:
+def _memory(prediction: Prediction, request: Request) -> str:
     """Peak memory of the fullest GPU with its interval, and the risk of running out."""
-    peak = f"{one.peak_gib:.0f} [{one.peak_low:.0f}, {one.peak_high:.0f}] of {memory_gib:.0f} GiB"
-    if one.fits:
+    low, high = prediction.peak_90
+    memory = request.hardware.memory_gib
+    peak = f"{prediction.peak_gib:.0f} [{low:.0f}, {high:.0f}] of {memory:.0f} GiB"
+    if prediction.fits:
         return peak
-    return f"{peak}, {_percent(one.out_of_memory)} risk"
+    return f"{peak}, {_percent(prediction.out_of_memory)} risk"

@@ -1,8 +1,8 @@
-"""The options of `labkit advise`, checked, and the question that they make."""
+"""The options of `labkit advise`, checked, and the request that they make."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from labkit.advise.advice import round_batch
 from labkit.lab.project import kind_of_path
 from labkit.scaling import first_problem
 from labkit.scaling.calibration import as_calibrated, calibrate
-from labkit.scaling.constants import CALIBRATED, GENERIC, TABLES, find_framework
+from labkit.scaling.constants import CALIBRATED, GENERIC, find_framework
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import find_model, read_model
 from labkit.scaling.prediction import predict_runs
@@ -21,8 +21,7 @@ from labkit.scaling.runs import Precision, Recompute, Shard
 from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
 
-# Of bounded length: a slip such as 1e999 would be read as infinite.
-_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,20})?(?:e[0-9]{1,2})?)\s*([kmbgt]?)", re.ASCII)
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)\s*([kmbgt]?)", re.ASCII)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -41,18 +40,17 @@ def parse_number(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=10**7)]
-Gpus = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=2**20)]
 Amount = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1e18)]
 Percent = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=100)]
 
 
 class Options(BaseModel, extra="forbid", frozen=True):
-    """Options of a question, as `labkit advise --help` describes them; None if left out."""
+    """Options, as `labkit advise --help` describes them; None if left out."""
 
     model: str | None = None
-    gpus: Gpus | None = None
+    gpus: Whole | None = None
     gpu: str | None = None
-    gpus_per_node: Gpus | None = None
+    gpus_per_node: Whole | None = None
     network_gbps: Amount | None = None
     measured_bus_bandwidth: Amount | None = None
     tokens_per_step: Amount | None = None
@@ -86,15 +84,11 @@ def flag(name: str) -> str:
 def read_options(values: Mapping[str, Any]) -> Options:
     """Read options by name, as a command line has them. ValueError for the first wrong one."""
     try:
-        return Options.model_validate(
-            {name: value for name, value in values.items() if value is not None}
-        )
+        return Options(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         name, problem = first_problem(error)
         if name not in Options.model_fields:
-            raise ValueError(
-                f"expected options among {', '.join(Options.model_fields)}; got {name}"
-            ) from None
+            problem = f"is no option: expected options among {', '.join(Options.model_fields)}"
         raise ValueError(f"{flag(name)} {problem}") from None
 
 
@@ -106,30 +100,11 @@ TOKENS_PER_PARAMETER = 20
 LAYOUT = ("tp", "pp", "vp", "cp", "dp", "micro_batch", "shard", "recompute")
 
 
-@dataclass(frozen=True)
-class Question:
-    """The options, the request that they make, and what it assumes."""
-
-    options: Options
-    request: Request
-    assumptions: list[str]
-    calibration: str = ""
-    """How well the user's own runs are explained; empty without `--calibrate`."""
-
-    @property
-    def budget(self) -> float:
-        """Tokens to train on."""
-        return self.options.tokens or float(TOKENS_PER_PARAMETER * self.request.model.parameters)
-
-
-def make_request(options: Options) -> Question:
+def make_request(options: Options) -> Request:
     """Build the request of these options. ValueError in one line, with what was expected."""
-    assumptions: list[str] = []
     name = options.model
-    if name is None:
-        raise ValueError("expected --model NAME or --model config.json")
-    if options.gpu is None or options.gpus is None:
-        raise ValueError("expected --gpu and --gpus: which GPUs, and how many")
+    if name is None or options.gpu is None or options.gpus is None:
+        raise ValueError("expected --model (a name or a config.json), --gpu and --gpus")
     # A path may be the folder of a downloaded model. A missing file is reported as missing, not as
     # an unknown model.
     is_path = name.endswith(".json") or kind_of_path(name) is not None
@@ -148,65 +123,43 @@ def make_request(options: Options) -> Question:
         )
     seq_len = options.sequence or SEQUENCE
     tokens = options.tokens_per_step or TOKENS_PER_STEP
-    global_batch = round_batch(tokens, seq_len, options.gpus)
-    if global_batch * seq_len != tokens:
-        assumptions.append(f"{global_batch} sequences per step, which the ranks can divide")
     request = Request(
         model=model,
         hardware=hardware,
         gpus=options.gpus,
         seq_len=seq_len,
-        global_batch=global_batch,
+        global_batch=round_batch(tokens, seq_len, options.gpus),
         precision=precision,
-        framework=_framework(options.framework, assumptions),
+        framework=find_framework(options.framework or GENERIC),
         fixed=options.named(*LAYOUT),
+        budget=options.tokens or float(TOKENS_PER_PARAMETER * model.parameters),
     )
-    question = Question(options, request, assumptions)
-    if options.calibrate is None:
-        return question
-    return _calibrated(question, Path(options.calibrate))
+    notes = []
+    if request.tokens != tokens:
+        notes.append(f"Assumed: {request.global_batch} sequences per step, which ranks can divide.")
+    if options.framework and request.framework != options.framework.lower():
+        notes.append(f"Assumed: {options.framework[:40]} is like {request.framework}.")
+    if options.calibrate:
+        request, note = _calibrated(request, Path(options.calibrate))
+        notes.append(note)
+    return replace(request, notes=notes)
 
 
-def _framework(name: str | None, assumptions: list[str]) -> str:
-    """Return the framework that is meant or nearest. ValueError for one that is near none."""
-    if name is None:
-        return GENERIC
-    framework = find_framework(name)
-    if framework is None:
-        names = ", ".join(sorted({*TABLES.values()}))
-        raise ValueError(
-            f"expected --framework among {names}; got {name[:40]!r}: leave it out, or name the one"
-            " whose code is nearest"
-        )
-    if framework != name.lower():
-        assumptions.append(f"{name[:40]} is like {framework}")
-    return framework
-
-
-def _calibrated(question: Question, path: Path) -> Question:
-    """Return the question with a profile of the user's runs, a CSV as `labkit predict` takes it."""
-    if not path.is_file():
-        raise ValueError(
-            f"expected --calibrate to name a CSV of runs, and there is no file {str(path)[-80:]}"
-        )
+def _calibrated(request: Request, path: Path) -> tuple[Request, str]:
+    """Return the request with a profile of the user's runs, and how well it explains them."""
     runs = []
     seconds = []
     for row in read_rows(path):
-        if row.run is None:
-            raise ValueError(f"{path}, line {row.line}: {row.refusal}")
-        if row.step_s is None:
-            raise ValueError(
-                f"{path}, line {row.line}: expected step_s above 0, the seconds per step"
-            )
+        if row.run is None or row.step_s is None:
+            problem = row.refusal or "expected step_s above 0, the seconds per step"
+            raise ValueError(f"{path}, line {row.line}: {problem}")
         runs.append(row.run)
         seconds.append(row.step_s)
-    request = question.request
     constants = calibrate(runs, seconds, base=request.framework)
-    # How well the profile explains the very runs it is fitted to: a bad one says that they differ.
+    # A bad profile of the very runs it is fitted to says that they differ.
     explained = predict_runs(as_calibrated(runs, constants)).step_s / seconds
     error = np.median(np.abs(explained - 1))
-    return replace(
-        question,
-        request=replace(request, constants=constants, framework=CALIBRATED),
-        calibration=f"Calibrated on {len(runs)} runs of yours, explained to {error:.1%}.",
+    return (
+        replace(request, constants=constants, framework=CALIBRATED),
+        f"Calibrated on {len(runs)} runs of yours, explained to {error:.1%}.",
     )

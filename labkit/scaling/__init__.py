@@ -31,10 +31,9 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def read_table(name: str, *, beginning: str = "") -> list[dict[str, str]]:
-    """Return rows of `name`.csv in `data/reference/scaling/`: texts by column, without empty ones.
+    """Return the filled cells of `data/reference/scaling/NAME.csv` by column, row by row.
 
-    A column that a row leaves empty has the default of its dataclass. With `beginning`, only rows
-    whose line begins so: the others need not be parsed.
+    With `beginning`, only rows whose line begins so: the others need not be parsed.
     """
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         header = next(file)
@@ -50,8 +49,8 @@ def validate(
 ) -> T:
     """Make an instance of a dataclass from values by field; None is the default.
 
-    Other names are ignored. ValueError for the first wrong field. Numbers may be texts, unless a
-    JSON file's `keys` of the fields are given: there, 32 and "32" differ.
+    Numbers may be texts, unless a JSON file's `keys` of the fields are given: there, 32 and "32"
+    differ. ValueError for the first wrong field.
     """
     adapter = _adapter(kind)
     present = {name: value for name, value in values.items() if value is not None}

@@ -45,25 +45,20 @@ def calibrate(
     constants = load_constants()
     columns = as_calibrated(runs)
 
-    def shifted(shift: Numbers, unfused: float) -> Constants:
-        values = {"unfused_attention": unfused}
-        for quantity, log_factor in zip(SPREADS, shift, strict=True):
-            values[quantity] = constants.value(quantity, base) * float(np.exp(log_factor))
+    def shifted(shift: Numbers) -> Constants:
+        values = {
+            quantity: constants.value(quantity, base) * float(factor)
+            for quantity, factor in zip(SPREADS, np.exp(shift), strict=True)
+        }
         return constants.with_profile(CALIBRATED, base, values)
 
-    def residuals(shift: Numbers, unfused: float) -> Numbers:
-        predicted = predict_step_s(columns.with_constants(shifted(shift, unfused)))
+    def residuals(shift: Numbers) -> Numbers:
+        predicted = predict_step_s(columns.with_constants(shifted(shift)))
         errors = soft_l1(np.log(predicted / times) / NOISE)
         # Three runs do not determine six numbers: what they leave open stays near `base`.
         return np.concatenate([errors, shift / list(SPREADS.values())])
 
-    # A table of runs does not say whether attention is tiled: the better fit decides.
-    start = np.zeros(len(SPREADS))
-    tiled = least_squares(residuals, start, args=(0.0,))
-    unfused = least_squares(residuals, start, args=(1.0,))
-    if unfused.cost < tiled.cost:
-        return shifted(unfused.x, 1.0)
-    return shifted(tiled.x, 0.0)
+    return shifted(least_squares(residuals, np.zeros(len(SPREADS))).x)
 
 
 def as_calibrated(runs: Sequence[Run], constants: Constants | None = None) -> Runs:

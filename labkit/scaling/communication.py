@@ -37,32 +37,27 @@ class Group:
         self.bytes_per_s = np.where(self.domains > 1, np.minimum(inside, across), inside)
 
     def half_ring_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
-        """Return seconds of an all-gather or reduce-scatter of n_bytes in `calls` calls.
-
-        n_bytes is the whole tensor: n-1 steps, (n-1)/n of the bytes.
-        """
+        """Return seconds of an all-gather or reduce-scatter; n_bytes is the whole tensor."""
         # In a ring over several nodes, every step waits for the slowest link (nccl-tests,
         # PERFORMANCE.md).
-        outside = np.where(self.domains > 1, (self.size - 1) * self.runs["network_step_s"], 0.0)
-        latency = self._call_s() / 2 + outside
-        return self._seconds(1, n_bytes, calls * latency)
+        steps = np.where(self.domains > 1, self.size - 1, 0.0)
+        return self._seconds(1, n_bytes, calls, steps)
 
     def all_reduce_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
         """Return seconds of an all-reduce: the bytes of two half rings, the steps of a tree."""
         # Across nodes NCCL has a tree for short messages, of 2 log2(nodes) steps.
-        rounds = 2 * np.ceil(np.log2(np.maximum(self.domains, 1)))
-        latency = self._call_s() + rounds * self.runs["network_step_s"]
-        return self._seconds(2, n_bytes, calls * latency)
+        steps = 2 * np.ceil(np.log2(np.maximum(self.domains, 1)))
+        return self._seconds(2, n_bytes, calls, steps)
 
-    def _call_s(self) -> Numbers:
-        """Return the latency of an all-reduce inside a domain; half a ring has half of it."""
-        local_ranks = np.ceil(self.size / self.domains)
-        return self.runs["nccl_call_s"] * (1 + self.runs["nccl_rank_share"] * local_ranks)
-
-    def _seconds(self, half_rings: int, n_bytes: Numbers, latency: Numbers) -> Numbers:
+    def _seconds(
+        self, half_rings: int, n_bytes: Numbers, calls: Numbers | float, steps: Numbers
+    ) -> Numbers:
         """Return seconds of latency and transfer; nothing for a lone rank."""
+        local_ranks = np.ceil(self.size / self.domains)
+        call_s = self.runs["nccl_call_s"] * (1 + self.runs["nccl_rank_share"] * local_ranks)
+        latency = half_rings / 2 * call_s + steps * self.runs["network_step_s"]
         moved = half_rings * n_bytes * (self.size - 1) / np.maximum(self.size, 1)
-        return np.where(self.size > 1, latency + moved / self.bytes_per_s, 0.0)
+        return np.where(self.size > 1, calls * latency + moved / self.bytes_per_s, 0.0)
 
 
 def tensor_parallel_s(runs: Runs, forwards: Numbers) -> Numbers:
@@ -80,31 +75,24 @@ def tensor_parallel_s(runs: Runs, forwards: Numbers) -> Numbers:
 
 
 def context_ring_s(runs: Runs) -> Numbers:
-    """Return seconds in which keys and values go around a ring of cp ranks.
-
-    Each block travels while attention computes with the one before (arXiv:2310.01889, section 3).
-    """
+    """Return seconds in which keys and values go around a ring (arXiv:2310.01889, section 3)."""
     n_bytes = BF16 * 2 * runs.tokens * runs.kv_width / runs.tp * (runs.cp - 1)
     # Once forward, and backward again, with their gradients.
     return 3 * n_bytes / Group(runs, runs.cp, runs.tp).bytes_per_s
 
 
 def parameter_gather_s(runs: Runs) -> Numbers:
-    """Return seconds of a layer's gathers and scatters under zero3 and hsdp, per micro-batch."""
+    """Return seconds of a layer's gathers and scatters, per micro-batch."""
     ranks = Group(runs, runs.shard_ranks, runs.tp)
     once = ranks.half_ring_s(BF16 * runs.layer_parameters / runs.tp)
     # Parameters are gathered forward and backward, and gradients scattered.
-    return np.where(np.isin(runs.shard, ("zero3", "hsdp")), 3 * once, 0.0)
+    return np.where(runs.gathers_parameters, 3 * once, 0.0)
 
 
 def pipeline_transfer_s(runs: Runs) -> Numbers:
-    """Return seconds of sending a micro-batch to the next stage and its gradients back.
-
-    Each is T h per chunk of layers.
-    """
+    """Return seconds of sending a micro-batch's T h per chunk on, and its gradients back."""
     ranks = Group(runs, runs.pp, runs.gpus / runs.pp)
     seconds = BF16 * runs.tokens * runs.hidden / runs.tp / ranks.bytes_per_s
-    seconds = seconds + np.where(ranks.domains > 1, runs["network_step_s"], 0.0)
     return np.where(runs.pp > 1, 2 * runs.vp * seconds, 0.0)
 
 
@@ -116,19 +104,12 @@ def rank_parameters(runs: Runs) -> Numbers:
 
 
 def data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
-    """Return exposed seconds of reducing gradients.
-
-    A share of them may hide behind the last backward pass.
-    """
+    """Return seconds of reducing gradients; a share hides behind the last backward pass."""
     ranks = Group(runs, runs.dp * runs.cp, runs.tp)
     parameters = rank_parameters(runs)
     n_bytes = parameters * runs["gradient_bytes"]
     calls = np.ceil(n_bytes / runs["bucket_bytes"])
-    # zero2 keeps only its own shard of the gradients, and so must reduce those of every
-    # micro-batch, behind as many backward passes (arXiv:1910.02054, section 5.2).
-    passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
-    gathered = ranks.half_ring_s(BF16 * parameters, calls)
-    sharded = passes * ranks.half_ring_s(n_bytes, calls) + gathered
+    sharded = ranks.half_ring_s(n_bytes, calls) + ranks.half_ring_s(BF16 * parameters, calls)
     # hsdp reduces among the copies of a node's shards; inside a node it scatters layer by layer,
     # as zero3 does everywhere (`parameter_gather_s`).
     copies = Group(runs, runs.dp * runs.cp / runs.shard_ranks, runs.gpus_per_node)
@@ -137,4 +118,4 @@ def data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     kinds = [runs.shard == kind for kind in ("none", "zero3", "hsdp")]
     seconds = np.select(kinds, [whole, np.zeros(len(runs)), across], sharded)
     # Backward is two thirds of a stage: a matmul has two gradients.
-    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)
+    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * stage_s)

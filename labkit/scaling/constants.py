@@ -8,11 +8,11 @@ constants are declared, with a source.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from labkit.scaling import read_table, validate
+from labkit.scaling import read_table
 
 # Framework of runs that do not name a published one.
 GENERIC = "generic"
@@ -36,37 +36,19 @@ NEAREST = _read_frameworks("part of a name")
 PARENTS = _read_frameworks("constants")
 
 
-@cache  # tables have few
-def find_framework(name: str) -> str | None:
-    """Return the published framework that a name, or a table's, means; None if unknown."""
+def find_framework(name: str) -> str:
+    """Return the published framework that a name means or is near. ValueError for another."""
     words = re.sub("[ _]", "-", name.strip().lower())
-    if words.replace("-", "_") in TABLES:
-        return TABLES[words.replace("-", "_")]
-    if words in (GENERIC, *TABLES.values()):
+    frameworks = sorted({GENERIC, *TABLES.values()})
+    if words in frameworks:
         return words
-    return next((nearest for part, nearest in NEAREST.items() if part in words), None)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One row of `constants.csv`; prior, spread and bounds are 0 for a declared constant."""
-
-    quantity: str
-    key: str
-    source: str
-    value: float
-    prior: float = 0.0
-    spread: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-
-    @property
-    def is_fitted(self) -> bool:
-        return self.spread > 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.quantity}.{self.key}"
+    near = [framework for part, framework in NEAREST.items() if part in words]
+    if not near:
+        raise ValueError(
+            f"expected framework to be one of {', '.join(frameworks)}, got {name[:40]!r}: leave it"
+            " out, or name the one whose code is nearest"
+        )
+    return near[0]
 
 
 @dataclass(frozen=True)
@@ -92,21 +74,9 @@ class Constants:
 
 
 @cache
-def read_constants() -> tuple[Constant, ...]:
-    """Return the rows of `constants.csv`."""
-    return tuple(validate(Constant, row) for row in read_table("constants"))
-
-
-def from_values(constants: Iterable[Constant], values: Mapping[str, float]) -> Constants:
-    """Return constants with other values of some, by `Constant.name`."""
-    table: dict[str, dict[str, float]] = {}
-    for constant in constants:
-        by_key = table.setdefault(constant.quantity, {})
-        by_key[constant.key] = values.get(constant.name, constant.value)
-    return Constants(table, PARENTS)
-
-
-@cache
 def load_constants() -> Constants:
     """Return the constants in use."""
-    return from_values(read_constants(), {})
+    table: dict[str, dict[str, float]] = {}
+    for row in read_table("constants"):
+        table.setdefault(row["quantity"], {})[row["key"]] = float(row["value"])
+    return Constants(table, PARENTS)

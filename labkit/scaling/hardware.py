@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from labkit.scaling import read_table, validate
 
@@ -29,12 +30,10 @@ class Hardware:
     """GPU to GPU inside a node: one direction, all lanes of one GPU."""
     network_gbps: float
     """All links of a node together, gigabits per second in one direction."""
-    source: str
     fp8_ratio: float = 1.0
     """Peak of fp8 matmuls over the peak of bf16; 1 without fp8 units."""
     fp8_matmul_tflops: float = 0.0
     """The highest published rate of fp8 matmuls; 0 without fp8 units."""
-    matmul_source: str = ""
     multiprocessors: int = 132
     gpus_per_node: int = 8
     link_gpus: int = 0
@@ -49,20 +48,9 @@ class Hardware:
         if precision == "bf16" and self.architecture in ("volta", "turing"):
             raise ValueError(f"{self.name} has no bf16 matmuls: expected fp16")
 
-    def with_network(
-        self,
-        *,
-        network_gbps: float | None = None,
-        gpus_per_node: int | None = None,
-        bus_gb_s: float | None = None,
-    ) -> "Hardware":
+    def with_network(self, **changes: Any) -> "Hardware":
         """Return the same GPU in another node or network; None keeps the declared value."""
-        return replace(
-            self,
-            network_gbps=network_gbps or self.network_gbps,
-            gpus_per_node=gpus_per_node or self.gpus_per_node,
-            bus_gb_s=bus_gb_s or self.bus_gb_s,
-        )
+        return replace(self, **{name: value for name, value in changes.items() if value})
 
 
 HARDWARE: Mapping[str, Hardware] = {
@@ -82,33 +70,21 @@ _SHARED = re.compile(r"\d*gb|\d+w|sxm|pcie|nvl|ada|blackwell")
 def find_hardware(name: str) -> Hardware:
     """Find a declared GPU by its name, a part of it, or as `nvidia-smi` prints it.
 
-    It is the first declared one that has all words of the name, in any order. A name may have
-    another memory, `B200-192GB`. ValueError for others, which have no declared peak.
+    It is the first declared one that has all words of the name, in any order. ValueError for
+    others, which have no declared peak.
     """
-    stated = _words(name)
-    words = set(stated)
-    sizes = [float(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
-    alike = [card for card in HARDWARE.values() if words.issubset(_words(card.name))]
-    if sizes and not alike:
-        others = {word for word in words if not re.fullmatch(r"\d+gb", word)}
-        alike = [card for card in HARDWARE.values() if others.issubset(_words(card.name))]
-        alike.sort(key=lambda card: abs(card.memory_gib - sizes[0]))
-    if not alike or all(map(_SHARED.fullmatch, words)):
-        declared = {card.lower(): card for card in HARDWARE}
-        near = difflib.get_close_matches("-".join(stated), declared, n=3, cutoff=0.4)
-        hint = "declared are"
-        names = list(HARDWARE)
-        if near:
-            hint = "the nearest declared are"
-            names = [declared[card] for card in near]
-        raise ValueError(f"unknown GPU {name[:60]!r}; {hint} {', '.join(names)}")
-    card = alike[0]
-    if not sizes or words.issubset(_words(card.name)):
-        return card
-    # With more than twice the memory, or less than half, it is another GPU.
-    if not 0.5 <= sizes[0] / card.memory_gib <= 2:
-        raise ValueError(f"unknown GPU {name[:60]!r}: {card.name} is the nearest declared")
-    return replace(card, name=name, memory_gib=sizes[0])
+    words = _words(name)
+    alike = [card for card in HARDWARE.values() if set(words) <= set(_words(card.name))]
+    if alike and not all(map(_SHARED.fullmatch, words)):
+        return alike[0]
+
+    def likeness(card: Hardware) -> tuple[int, float]:
+        matcher = difflib.SequenceMatcher(None, "-".join(words), card.name.lower())
+        return len(set(words) & set(_words(card.name))), matcher.ratio()
+
+    near = sorted(HARDWARE.values(), key=likeness, reverse=True)[:3]
+    names = ", ".join(card.name for card in near)
+    raise ValueError(f"unknown GPU {name[:60]!r}; the nearest declared are {names}")
 
 
 @cache

@@ -10,6 +10,7 @@ constants, and writes `intervals.csv` (split conformal prediction: Lei et al. 20
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -39,7 +40,7 @@ Ends = tuple[Numbers, Numbers]
 
 
 def find_sources(runs: Runs, measured: Runs) -> Texts:
-    """Return by which source each run's interval is as wide as it is, a key of `Widths`, (n,)."""
+    """Return the source that sets the width of each run's interval, a key of `Widths`, (n,)."""
     # A published run has its table's interval; others one by whether their framework is known.
     frameworks = {*measured.framework.tolist()} - {GENERIC}
     elsewhere = np.select(
@@ -51,10 +52,7 @@ def find_sources(runs: Runs, measured: Runs) -> Texts:
 
 
 def profile_range(runs: Runs, seconds: Numbers, sources: Texts) -> Ends:
-    """Return log distances from `seconds` to the fastest and to the slowest published framework.
-
-    0 for runs whose framework is named.
-    """
+    """Return log distances to the fastest and slowest published framework; 0 if one is named."""
     low = np.zeros(len(runs))
     high = np.zeros(len(runs))
     rows = (sources == UNKNOWN) & (runs.framework == GENERIC)
@@ -63,25 +61,36 @@ def profile_range(runs: Runs, seconds: Numbers, sources: Texts) -> Ends:
     # By layout, not one width for all: nanotron's engine, for one, stalls in pipelines with tensor
     # parallelism over nodes, where others do not.
     profiles = sorted(runs.constants.table["slowdown"].keys() - {"default"})
-    every = runs.take(np.tile(np.flatnonzero(rows), len(profiles)))
-    by_profile = predict_step_s(every.with_frameworks(np.repeat(profiles, rows.sum())))
+    unnamed = runs.take(rows).origin
+    every = [replace(run, framework=name) for name in profiles for run in unnamed]
+    by_profile = predict_step_s(Runs(every, runs.constants))
     ratios = np.log(by_profile.reshape(len(profiles), -1) / seconds[rows])
     low[rows] = np.maximum(-ratios.min(axis=0), 0.0)
     high[rows] = np.maximum(ratios.max(axis=0), 0.0)
     return low, high
 
 
-def sum_exponents(sources: Texts, distance: Numbers, ranges: Ends, widths: Widths) -> Ends:
-    """Return both ends' exponents. Tables without widths of their own have those of `OTHERS`."""
+def time_ends(
+    runs: Runs, seconds: Numbers, sources: Texts, distance: Numbers, ranges: Ends, widths: Widths
+) -> Ends:
+    """Return both ends of the 90% interval, no shorter than `fastest_s`.
+
+    Tables without widths of their own have those of `OTHERS`.
+    """
     names, codes = np.unique(sources, return_inverse=True)
     bases = np.array([widths.get(str(name), widths[OTHERS]) for name in names])[codes]
     # The root: errors grow less than in proportion.
     away = SLOPE * np.sqrt(distance)
-    return bases[:, 0] + away + ranges[0], bases[:, 1] + away + ranges[1]
+    low = seconds * np.exp(-bases[:, 0] - away - ranges[0])
+    high = seconds * np.exp(bases[:, 1] + away + ranges[1])
+    # A time below what published matmuls allow would claim more than anybody has measured.
+    fastest = fastest_s(runs)
+    return np.maximum(low, fastest), np.maximum(high, fastest)
 
 
-def memory_ends(runs: Runs, peak_gib: Numbers, widths: Widths) -> Ends:
+def memory_ends(runs: Runs, peak_gib: Numbers) -> Ends:
     """Return both ends of the 90% interval of peak memory in GiB."""
+    widths = load_widths()
     # Widths are of the table or the framework whose memory was published, or of all others.
     names = np.where(np.isin(runs.table, MEASURED_MEMORY), runs.table, runs.framework)
     sources = np.where(np.isin(names, MEASURED_MEMORY), names, OTHERS)
@@ -95,15 +104,6 @@ def load_widths() -> Widths:
     return {
         row["width"]: (float(row["low"]), float(row["high"])) for row in read_table("intervals")
     }
-
-
-def find_ends(runs: Runs, seconds: Numbers, exponents: Ends) -> Ends:
-    """Return both ends of the 90% interval in seconds, no shorter than `fastest_s`."""
-    fastest = fastest_s(runs)
-    low = seconds * np.exp(-exponents[0])
-    high = seconds * np.exp(exponents[1])
-    # A time below what published matmuls allow would claim more than anybody has measured.
-    return np.maximum(low, fastest), np.maximum(high, fastest)
 
 
 def fastest_s(runs: Runs) -> Numbers:

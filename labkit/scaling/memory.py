@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from labkit.scaling.models import Numbers
-from labkit.scaling.runs import Flags, Runs
+from labkit.scaling.runs import Runs
 
 GIB = 2**30
 MAX_HELD_SHARE = 0.2
@@ -62,39 +62,34 @@ def micro_batches_alive(runs: Runs) -> Numbers:
 
 
 def stage_bytes(runs: Runs) -> dict[str, Numbers]:
-    """Return reserved bytes of every stage by part, which add up to its peak, (n, stages).
-
-    0 beyond a run's pp.
-    """
+    """Return reserved bytes of every stage by part, (n, stages); 0 beyond a run's pp."""
     layers = runs.stage_layers
     index = np.arange(layers.shape[1])[None, :]
     is_first = index == 0
     is_last = index == runs.pp[:, None] - 1
     exists = index < runs.pp[:, None]
-    parameters = _parameters(runs, layers, is_first, is_last)
+    # A tied model of several stages has the embedding at both ends.
+    has_head = is_last & ((runs.tied == 0) | (runs.pp > 1))[:, None]
+    ends = is_first.astype(float) + has_head
+    on_stage = layers * runs.layer_parameters[:, None] + ends * runs.embedding_parameters[:, None]
+    parameters = on_stage / runs.tp[:, None]
     sharded = runs.shard_ranks[:, None]
+    is_gathered = runs.gathers_parameters[:, None]
     # In bf16, 2 bytes each: all parameters, or two gathered layers, the current and the next.
-    is_whole = ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
-    gathered = 4 * (runs.layer_parameters / runs.tp)[:, None]
-    weights = np.where(is_whole, 2 * parameters, gathered)
-    # 80 rows of mosaic keep master weights and states in 16 bits; they would not fit otherwise.
-    low = runs.has("low_precision_master")[:, None]
-    gradients = np.where(low, 2.0, runs["gradient_bytes"][:, None]) * parameters
-    is_scattered = np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None]
-    gradients = gradients / np.where(is_scattered, sharded, 1.0)
-    # Master weights in float32 and AdamW's two states.
-    optimizer = np.where(low, 4.0, 12.0) * parameters / sharded
+    two_layers = 4 * (runs.layer_parameters / runs.tp)[:, None]
+    gradients = runs["gradient_bytes"][:, None] * parameters
     saved, again = layer_activations(runs, runs["unfused_attention"], runs["fused_operators"])
     activations = (saved * runs["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
-    buffers = runs.tokens * (2 * runs.hidden + runs["transient_ffn"] * runs.ffn / runs.tp)
+    buffers = 2 * runs.tokens * runs.hidden + again
     parts = {
-        "parameters": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
+        "parameters": np.where(is_gathered, two_layers, 2 * parameters),
+        "gradients": gradients / np.where(is_gathered, sharded, 1.0),
+        # Master weights in float32 and AdamW's two states.
+        "optimizer": 12 * parameters / sharded,
         "activations": activations + _held_gathers(runs)[:, None] * (layers > 0),
         "logits": np.where(is_last, runs["logit_bytes"][:, None] * columns, 0.0),
-        "buffers": np.broadcast_to(buffers[:, None] + again[:, None], layers.shape),
+        "buffers": np.broadcast_to(buffers[:, None], layers.shape),
     }
     parts = {name: np.where(exists, value, 0.0) for name, value in parts.items()}
     total = np.sum(list(parts.values()), axis=0)
@@ -114,12 +109,3 @@ def _held_gathers(runs: Runs) -> Numbers:
     waits = (runs.pp == 1) & (runs.tp > runs.gpus_per_node)
     held = runs["held_gathers"] * runs.tokens * runs.hidden * runs.layers
     return np.where(waits, np.minimum(held, MAX_HELD_SHARE * runs.memory_gib * GIB), 0.0)
-
-
-def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) -> Numbers:
-    """Return parameters on a rank of each stage."""
-    # A tied model of several stages has the embedding at both ends.
-    has_head = is_last & ((runs.tied == 0) | (runs.pp > 1))[:, None]
-    ends = is_first.astype(float) + has_head
-    parameters = layers * runs.layer_parameters[:, None]
-    return (parameters + ends * runs.embedding_parameters[:, None]) / runs.tp[:, None]

@@ -15,8 +15,6 @@ from labkit.scaling.table import read_rows
 
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
-# Runs whose distances are computed at once, so that they need 100 MB at most.
-CHUNK = 1000
 # Columns -> how far a doubling or a difference is, in doublings of the GPUs. Declared, not fitted.
 # Parameters weigh most: with half as much, models of twice the size are covered in 70%.
 DOUBLING = {"parameters": 2.0, "gpus": 1.0, "seq_len": 1.0, "tp": 0.3, "pp": 0.3, "cp": 1.0}
@@ -48,16 +46,12 @@ class PublishedRun(Run):
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A published run, its prediction by constants fitted without it, and its distance."""
+    """A published run, and its distance."""
 
     run: PublishedRun
-    predicted_s: float
+    error: float
+    """Predicted over measured, less one, by constants fitted without it."""
     distance: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less one."""
-        return self.predicted_s / self.run.step_s - 1
 
 
 @cache
@@ -96,30 +90,20 @@ def load_measured() -> Runs:
 
 @cache
 def held_out_s(fold: str) -> Numbers:
-    """Return seconds of every published run as a fold predicts it, (n,); nan if it does not.
-
-    `benchmarks/fit_scaling.py --write` writes the predictions.
-    """
+    """Return seconds of every published run as a fold predicts it, (n,); nan if it does not."""
     rows = read_table("cross_validated", beginning=fold)
     predicted = {row["key"]: float(row["predicted_s"]) for row in rows if row["fold"] == fold}
     return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
 
 
 def distances(runs: Runs, others: Runs) -> Numbers:
-    """Return the distance of each run from each of `others`, (n, m).
-
-    1 is a doubling of the GPUs.
-    """
+    """Return the distance of each run from each of `others`, (n, m), in doublings of the GPUs."""
     away = np.zeros((len(runs), len(others)))
-    for name, weight in (DOUBLING | DIFFERENCE).items():
-        # Layouts of a search have few values of each column, or one.
-        values, codes = np.unique(getattr(runs, name), return_inverse=True)
-        theirs = getattr(others, name)
-        if name in DOUBLING:
-            apart = np.abs(np.subtract.outer(weight * np.log2(values), weight * np.log2(theirs)))
-        else:
-            apart = weight * (values[:, None] != theirs)
-        away += apart[codes] if len(values) > 1 else apart
+    for name, weight in DOUBLING.items():
+        logs = [weight * np.log2(getattr(some, name)) for some in (runs, others)]
+        away += np.abs(np.subtract.outer(*logs))
+    for name, weight in DIFFERENCE.items():
+        away += weight * (getattr(runs, name)[:, None] != getattr(others, name))
     # A user's own runs say what their framework takes: it is no further away than a published one.
     away[runs.framework == CALIBRATED] -= DIFFERENCE["framework"]
     return away
@@ -134,14 +118,8 @@ def find_nearest(runs: Runs, measured: Runs) -> tuple[Numbers, NDArray[np.intp]]
     _, first, same = np.unique(
         np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True
     )
-    away = np.empty(len(first))
-    rows = np.empty(len(first), dtype=np.intp)
-    for start in range(0, len(first), CHUNK):
-        chunk = slice(start, start + CHUNK)
-        table = distances(runs.take(first[chunk]), measured)
-        rows[chunk] = table.argmin(axis=1)
-        away[chunk] = table.min(axis=1)
-    return away[same.ravel()], rows[same.ravel()]
+    away = distances(runs.take(first), measured)
+    return away.min(axis=1)[same.ravel()], away.argmin(axis=1)[same.ravel()]
 
 
 def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
@@ -158,9 +136,8 @@ def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
     rows = distinct(
         order, lambda row: (published.table[row], published.name[row], published.gpus[row]), count
     )
-    return [
-        Neighbor(published.origin[row], float(predicted[row]), float(away[row])) for row in rows
-    ]
+    errors = predicted / published.step_s - 1
+    return [Neighbor(published.origin[row], float(errors[row]), float(away[row])) for row in rows]
 
 
 def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:

@@ -1,6 +1,6 @@
 """What is predicted: a model on GPUs under a layout; many such runs as columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
@@ -21,13 +21,13 @@ Texts = NDArray[np.str_]
 SHARDS = {
     "none": "DDP",
     "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
     "zero3": "FSDP (ZeRO-3)",
     "hsdp": "FSDP inside nodes",
 }
-Shard = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
+Shard = Literal["none", "zero1", "zero3", "hsdp"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp8"]
+Option = Literal["old_pipeline", "blocking_launch", "op_recompute"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Layout:
 
     tp tensor, pp pipeline (vp chunks of layers per stage), cp context, dp data parallelism:
     tp*pp*cp*dp GPUs. Data-parallel ranks divide what `shard` says: nothing, optimizer (zero1), also
-    gradients (zero2), also parameters (zero3); hsdp is zero3 inside a node with copies between
-    nodes. `micro_batch` and `global_batch` are sequences.
+    gradients and parameters (zero3); hsdp is zero3 inside a node with copies between nodes.
+    `micro_batch` and `global_batch` are sequences.
     """
 
     tp: Count = 1
@@ -51,9 +51,8 @@ class Layout:
     global_batch: Count = 1
     recompute: Recompute = "none"
     precision: Precision = "bf16"
-    options: frozenset[str] = frozenset()
-    """Variants of one framework: `options` of `words.csv`, and `empty_stages`, by
-    which some stages only pass on."""
+    options: frozenset[Option] = frozenset()
+    """Variants of one framework, as `data/reference/scaling/README.md` says."""
 
     @property
     def gpus(self) -> int:
@@ -84,10 +83,6 @@ class Layout:
 
 def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
     """Return the first reason why this layout cannot run this model; None if it can."""
-    return next(_reasons(layout, model, seq_len), None)
-
-
-def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
     replica = layout.global_batch // layout.dp
     divided = [
         (model.heads, "heads", "tp", layout.tp),
@@ -99,18 +94,18 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
         divided.append((seq_len // layout.cp, "tokens of sequence parallelism", "tp", layout.tp))
     for count, things, name, parts in divided:
         if count % parts:
-            near = nearest_divisor(count, parts)
-            yield (
+            return (
                 f"{count} {things} cannot be divided over {name} = {parts};"
-                f" the nearest divisor is {near}"
+                f" the nearest divisor is {nearest_divisor(count, parts)}"
             )
     chunks = layout.pp * layout.vp
     # Embedding and loss may stand for a layer each: Llama 3 405B has 126 layers on 8 x 16 chunks
     # (arXiv:2407.21783, section 3.3.2).
-    if chunks > model.layers + 2 and "empty_stages" not in layout.options:
-        yield f"pp x vp = {chunks} stages are more than {model.layers} layers"
+    if chunks > model.layers + 2:
+        return f"pp x vp = {chunks} stages are more than {model.layers} layers"
     if layout.vp > 1 and layout.pp == 1:
-        yield f"vp = {layout.vp} interleaves stages of a pipeline, and pp is 1"
+        return f"vp = {layout.vp} interleaves stages of a pipeline, and pp is 1"
+    return None
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
@@ -121,10 +116,7 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """A training to be predicted.
-
-    `framework` names a profile of constants; "generic" for an unknown one.
-    """
+    """A training to be predicted; `framework` names a profile of constants."""
 
     model: Model
     hardware: Hardware
@@ -181,26 +173,14 @@ class Runs:
         other.__dict__ |= self.__dict__ | {"constants": constants, "_constants": {}}
         return other
 
-    def with_frameworks(self, names: Texts) -> "Runs":
-        """Return the same runs, with their columns so far, under constants of other frameworks."""
-        other = self.with_constants(self.constants)
-        other.__dict__ |= {"framework": names}
-        other.__dict__.pop("codes", None)
-        return other
-
     def __len__(self) -> int:
         return len(self.origin)
 
     def take(self, rows: Any) -> "Runs":
-        """Return the rows that a mask, indices or a slice select, with their columns so far."""
-        chosen = np.arange(len(self))[rows]
-        runs = Runs([self.origin[row] for row in chosen], self.constants)
-        for name, column in vars(self).items():
-            if isinstance(column, np.ndarray) and column.ndim == 1:
-                runs.__dict__[name] = column[chosen]
-        return runs
+        """Return the rows that a mask, indices or a slice select."""
+        return Runs([self.origin[row] for row in np.arange(len(self))[rows]], self.constants)
 
-    def has(self, option: str) -> Flags:
+    def has(self, option: Option) -> Flags:
         """Return whether each run's layout has this option."""
         return np.array([option in run.layout.options for run in self.origin])
 
@@ -210,6 +190,11 @@ class Runs:
         columns = {"architecture": self.architecture, "framework": self.framework}
         return {name: np.unique(column, return_inverse=True) for name, column in columns.items()}
 
+    @property
+    def gathers_parameters(self) -> Flags:
+        """Parameters and gradients are divided, and gathered layer by layer."""
+        return np.isin(self.shard, ("zero3", "hsdp"))
+
     @cached_property
     def tokens(self) -> Numbers:
         """Tokens per micro-batch and rank: b S / cp."""
@@ -217,20 +202,14 @@ class Runs:
 
     @property
     def shard_ranks(self) -> Numbers:
-        """Ranks that divide what `shard` says.
-
-        All replicas, with hsdp those of a node; 1 for DDP.
-        """
+        """Ranks that divide what `shard` says: all replicas, with hsdp those of a node."""
         inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
         replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
         return np.where(self.shard == "none", 1.0, replicas * self.cp)
 
     @cached_property
     def sequence_share(self) -> Numbers:
-        """Share of norms, dropouts and residuals on a rank.
-
-        1/tp with sequence parallelism, 1 without.
-        """
+        """Share of norms, dropouts and residuals on a rank: 1/tp with sequence parallelism."""
         return np.where(self.sequence_parallel > 0, 1 / self.tp, 1.0)
 
     @cached_property

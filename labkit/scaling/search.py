@@ -1,7 +1,7 @@
 """Ranks layouts: every possible one is predicted, and the fastest that fit come first."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Any, get_args
@@ -53,11 +53,20 @@ class Request:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Layout` with the only value to try."""
     constants: Constants = field(default_factory=load_constants)
+    budget: float = 0.0
+    """Tokens to train on."""
+    notes: Sequence[str] = ()
+    """Sentences on what it assumes."""
 
     @property
     def tokens(self) -> int:
         """Tokens per step."""
         return self.global_batch * self.seq_len
+
+    def without(self, name: str) -> "Request":
+        """Return the request with a field of the layout no longer fixed."""
+        fixed = {other: value for other, value in self.fixed.items() if other != name}
+        return replace(self, fixed=fixed)
 
     def run(self, layout: Layout) -> Run:
         return Run(self.model, self.hardware, layout, self.seq_len, self.framework)
@@ -72,10 +81,10 @@ class Ranking:
     """Rows of the layouts expected to fit, the best first."""
 
     @property
-    def with_room(self) -> list[int]:
-        """Rows of the layouts that fit with room to spare, the best first."""
-        has_room = self.predictions.has_room
-        return [row for row in self.order if has_room[row]]
+    def fitting(self) -> list[int]:
+        """Rows of the layouts whose upper end of memory fits, too, the best first."""
+        fits = self.predictions.fits
+        return [row for row in self.order if fits[row]]
 
     def proposed(self, count: int = PROPOSED) -> list[Prediction]:
         """Return the best layout of each of the first `count` arrangements of the ranks."""
@@ -90,41 +99,36 @@ class Ranking:
         row = int(np.argmin(self.predictions.peak_gib))
         if self.order:
             row = self.order[0]
-        return self.predictions.prediction(row)
+        return self.predictions.some([row])[0]
 
 
 def rank(request: Request) -> Ranking:
-    """Rank all layouts for a request; those whose memory makes steps unstable come last.
-
-    ValueError if no layout is possible, or all are too far from measured runs.
-    """
-    runs = [
-        request.run(layout)
-        for layout in _layouts(request)
-        if impossible_reason(layout, request.model, request.seq_len) is None
-    ]
+    """Rank all layouts. ValueError if none is possible and near measured runs."""
+    runs = []
+    reasons = []
+    for layout in _layouts(request):
+        reason = impossible_reason(layout, request.model, request.seq_len)
+        if reason is None:
+            runs.append(request.run(layout))
+        else:
+            reasons.append(reason)
     if not runs:
-        raise ValueError(_no_layout_reason(request))
+        raise ValueError((reasons or [_no_layout_reason(request)])[0])
     predictions = predict_runs(Runs(runs, request.constants))
-    away = predictions.distance
-    nearest = int(away.argmin())
-    reason = predictions.refusal_reason(nearest)
+    reason = predictions.refusal_reason(int(predictions.distance.argmin()))
     if reason is not None:
         raise ValueError(reason)
-    # A layout of a kind that nobody has published must be faster by more to be preferred.
-    preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
-    is_candidate = predictions.may_fit & (away <= MAX_DISTANCE)
-    order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]
-    return Ranking(predictions, order)
+    # Of equally fast layouts, one of a kind that people have published is preferred.
+    preference = preference_s(predictions) * (1 + CAUTION * predictions.distance)
+    order = np.argsort(preference, kind="stable")
+    is_candidate = predictions.may_fit & (predictions.distance <= MAX_DISTANCE)
+    return Ranking(predictions, order[is_candidate[order]].tolist())
 
 
 def preference_s(predictions: Predictions) -> Numbers:
-    """Return seconds to rank by: more with the risk of running out of memory or of slow steps."""
+    """Return seconds to rank by: more with the risk of running out of memory."""
     # All layouts share what is not known of a framework's memory, so risk counts little.
-    risk = (1 - np.minimum(predictions.out_of_memory, 0.99)) ** -RISK_EXPONENT
-    # Published steps with memory so full are 1.5 to 8 times slow.
-    slow = np.where(predictions.is_unstable, 3.0, 1.0)
-    return predictions.step_s * risk * slow
+    return predictions.step_s * (1 - np.minimum(predictions.out_of_memory, 0.99)) ** -RISK_EXPONENT
 
 
 def _layouts(request: Request) -> Iterator[Layout]:
@@ -178,9 +182,6 @@ def _shards(request: Request, tp: int, pp: int, cp: int, dp: int) -> list[Shard]
     shards: list[Shard] = ["none"]
     if dp * cp > 1:
         shards += ["zero1", "zero3"]
-        # With a pipeline zero2 would reduce gradients for every micro-batch.
-        if pp == 1:
-            shards.insert(2, "zero2")
         if pp == 1 and 1 < request.hardware.gpus_per_node // (tp * cp) < dp:
             shards.append("hsdp")
     return [shard for shard in shards if request.fixed.get("shard", shard) == shard]
@@ -195,30 +196,18 @@ def _chunks(layers: int, pp: int, shard: Shard, micro_batches: int) -> list[int]
 
 
 def _no_layout_reason(request: Request) -> str:
-    """Return why the fixed values are impossible; else that nothing divides."""
+    """Return why no layout has the fixed values."""
     fixed = request.fixed
     gpus = request.gpus
-    batch = request.global_batch
     degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
     total = prod(degrees.values())
     if gpus % total:
         near = nearest_divisor(gpus, total)
         name = " x ".join(degrees)
         return f"{gpus} GPUs cannot be divided over {name} = {total}; the nearest divisor is {near}"
-    # If all other degrees are fixed, so is this one.
-    dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
-    layout = Layout(**{**fixed, "global_batch": batch, "dp": dp})
-    reason = impossible_reason(layout, request.model, request.seq_len)
-    if reason is not None:
-        return reason
-    if fixed.get("shard", "none") != "none":
-        return (
-            f"{fixed['shard']} divides over data-parallel ranks, and with these values there is one"
-        )
-    return (
-        f"no layout divides {request.model.layers} layers and {batch} sequences over {gpus} GPUs:"
-        " try a batch that the number of GPUs divides"
-    )
+    # As zero3 with dp = 1: nothing is sharded over one rank.
+    values = ", ".join(f"{name} {value}" for name, value in fixed.items())
+    return f"no layout of {gpus} GPUs has {values}: leave one of them out"
 
 
 def _powers(largest: int) -> list[int]:

@@ -25,10 +25,7 @@ from labkit.scaling.runs import Runs
 
 
 def breakdown(runs: Runs) -> dict[str, Numbers]:
-    """Return seconds of each part of the step, which they add up to.
-
-    Of collectives, only the exposed time.
-    """
+    """Return seconds of each part of the step, in sum the step; of collectives, exposed time."""
     layer = _layer_s(runs)
     head = _head_s(runs)
     transfer = pipeline_transfer_s(runs)
@@ -52,13 +49,12 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     # stages.
     is_old = runs.has("old_pipeline") & (runs.pp > 1)
     exchanges = m * np.minimum(runs.pp - 1, 2) + runs.pp - 2
+    engine = np.where(is_old, runs["old_pipeline_s"] * exchanges, 0.0)
     return parts | {
-        "head_s": m * head * is_last[slowest],
-        "pipeline_transfer_s": m * transfer,
-        "engine_s": np.where(is_old, runs["old_pipeline_s"] * exchanges, 0.0),
-        "bubble_s": bubble,
-        "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
-        "data_parallel_s": data_parallel_s(runs, stage[slowest]),
+        "output head": m * head * is_last[slowest],
+        "pipeline": bubble + m * transfer + engine,
+        "optimizer": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
+        "gradient reduction": data_parallel_s(runs, stage[slowest]),
     }
 
 
@@ -90,13 +86,13 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
     forwards = 1.0 + (runs.recompute == "full")
     attention_forwards = 1.0 + (runs.recompute != "none")
     device = {
-        "gemm_s": matmuls_s(runs, forwards),
-        "attention_s": attention_s(runs, attention_forwards),
-        "elementwise_s": _elementwise_s(runs, forwards),
-        "tensor_parallel_s": tensor_parallel_s(runs, forwards) * runs["tp_exposed"],
+        "matmuls": matmuls_s(runs, forwards),
+        "attention": attention_s(runs, attention_forwards),
+        "elementwise": _elementwise_s(runs, forwards),
+        "tensor parallelism": tensor_parallel_s(runs, forwards) * runs["tp_exposed"],
     }
     # Keys and values travel while attention computes with those before.
-    device["context_parallel_s"] = np.maximum(context_ring_s(runs) - device["attention_s"], 0.0)
+    device["context parallelism"] = np.maximum(context_ring_s(runs) - device["attention"], 0.0)
     running = np.sum(list(device.values()), axis=0)
     is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.gpus > runs.gpus_per_node)
     engine = np.where(is_wide, runs["engine_tp_s"] * runs.tp, 0.0)
@@ -108,14 +104,11 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
     )
     # The next layer's parameters are gathered while this one computes.
     gathering = np.maximum(parameter_gather_s(runs) - busy, 0.0)
-    return device | {"launch_s": busy - running, "gather_s": gathering}
+    return device | {"CPU launches": busy - running, "parameter gathers": gathering}
 
 
 def matmuls_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Return seconds of a layer's matmuls.
-
-    They make query, key and value; the output; and lead into and out of the feed-forward part.
-    """
+    """Return seconds of a layer's matmuls: query, key, value; output; the feed-forward part."""
     hidden = runs.hidden
     query = runs.query_width / runs.tp
     ffn = runs.ffn / runs.tp
@@ -141,20 +134,17 @@ def _training_matmul_s(
 
 
 def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> Numbers:
-    """Return seconds of one matmul (m, k) x (k, n): the larger of arithmetic and memory traffic.
+    """Return seconds of one matmul (m, k) x (k, n), with filling and draining.
 
-    Arithmetic includes filling and draining: `gemm_k` more terms per sum, and `gemm_wave` more
-    waves of 128 x 128 tiles. Both are latency, which fp8 does not shorten.
+    These are `gemm_k` more terms per sum, and `gemm_wave` more waves of 128 x 128 tiles: latency,
+    which fp8 does not shorten. Operands are loaded meanwhile; no published run waits for them.
     """
     rate = _large_matmul_flops(runs)
     faster = np.where((runs.precision == "fp8") & fp8, runs.fp8_ratio * runs["fp8_efficiency"], 1.0)
     filling = (1 + runs["gemm_k"] / k) * (
         1 + runs["gemm_wave"] * runs.multiprocessors * 128**2 / (m * n)
     )
-    arithmetic = 2 * m * n * k / rate * (1 / faster + filling - 1)
-    moved = BF16 * (m * k + k * n + m * n)
-    # Tiles are loaded while others are multiplied, so the longer of the two counts.
-    return np.maximum(arithmetic, moved / _memory_bytes_per_s(runs))
+    return 2 * m * n * k / rate * (1 / faster + filling - 1)
 
 
 def _large_matmul_flops(runs: Runs) -> Numbers:
@@ -189,14 +179,12 @@ def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
 
 
 def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Return seconds of norms, residuals, dropout, activation and rotation.
-
-    Memory bounds them. Backward moves twice the bytes of forward.
-    """
+    """Return seconds of norms, residuals, dropout, activation and rotation, bound by memory."""
     # Norms, residuals and dropouts are on every rank unless the sequence is divided, too.
     around = 12 * runs.hidden * runs.sequence_share
     inside = (4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.query_width + runs.kv_width)
     n_bytes = BF16 * runs.tokens * (around + inside / runs.tp)
+    # Backward moves twice the bytes of forward.
     moved = n_bytes * (forwards + 2) * runs["elementwise_traffic"]
     return moved / _memory_bytes_per_s(runs)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.scaling.constants import from_values, read_constants
+from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Model
 from labkit.scaling.published import load_published
@@ -59,9 +59,9 @@ ZEROS = {
 
 def ideal_constants():
     """Everything reaches its peak, and nothing has a latency."""
-    values = {one.name: 1.0 for one in read_constants() if one.quantity in ONES}
-    values |= {one.name: 0.0 for one in read_constants() if one.quantity in ZEROS}
-    return from_values(read_constants(), values)
+    constants = load_constants()
+    ideal = {name: {"default": 1.0} for name in ONES} | {name: {"default": 0.0} for name in ZEROS}
+    return replace(constants, table={**constants.table, **ideal})
 
 
 @pytest.fixture(scope="session")

@@ -43,15 +43,15 @@ WRONG = [
     ({"tp": ""}, "expected tp to be stated"),
     ({"seq_len": "long"}, "expected seq_len"),
     ({"shard": "zero9"}, "expected shard to be 'none', 'zero1'"),
+    ({"shard": "zero2"}, "expected shard to be 'none', 'zero1'"),
+    ({"options": "fast"}, "expected options"),
     ({"shard": "hybrid FSDP"}, "expected shard to be 'none', 'zero1'"),
     ({"shard": "no fsdp"}, "expected shard to be 'none', 'zero1'"),
     ({"shard": "zero1 (DDP)"}, "expected shard to be 'none', 'zero1'"),
     ({"shard": "FSDP SHARD_GRAD_OP"}, "expected shard to be 'none', 'zero1'"),
     ({"recompute": "no per-op selective"}, "expected recompute to be 'none'"),
     ({"tied": "maybe"}, "expected tied"),
-    ({"precision": "mxfp4"}, "nearest known precision is fp8, got 'mxfp4'"),
-    ({"precision": "tf32"}, "nearest known precision is bf16, got 'tf32'"),
-    ({"precision": "bf16, fp32 grads"}, "precision is bf16, got 'bf16, fp32 grads'"),
+    ({"precision": "mxfp4"}, "expected precision to be 'bf16', 'fp16' or 'fp8', got 'mxfp4'"),
     ({"precision": "fp8", "gpu": "A100"}, "no fp8 matmuls"),
     ({"dp": "0"}, "expected dp"),
     (
@@ -66,8 +66,6 @@ WRONG = [
         {"gpus": "1000000", "dp": "1000000", "global_batch": "4000000"},
         "too far from every published run",
     ),
-    ({"note": "optimizer states kept on the CPU"}, "nearest is zero3"),
-    ({"note": "LoRA of rank 16"}, "nearest is training all parameters"),
     (
         {"layers": "900000000", "pp": "100000000", "gpus": "800000000"},
         "expected pp to be less than or equal to 512",
@@ -93,7 +91,7 @@ def _file(folder, content, name="rows.csv"):
 
 @pytest.mark.parametrize(("change", "reason"), WRONG, ids=str)
 def test_a_wrong_row_is_refused_by_its_line_and_the_others_are_predicted(tmp_path, change, reason):
-    columns = dict.fromkeys(("tied", "precision", "recompute"), "")
+    columns = dict.fromkeys(("tied", "precision", "recompute", "options"), "")
     rows = read_rows(
         _file(tmp_path, _text([columns | GOOD, columns | GOOD | change, columns | GOOD]))
     )
@@ -110,14 +108,13 @@ PLAIN = _text([GOOD])
 SPREADSHEETS = {
     "semicolons and a byte-order mark": ("\ufeff" + _text([GOOD], ";")).encode(),
     "a decimal comma": _text([GOOD | {"node_network_gbps": "1600,5"}], ";").encode(),
-    "UTF-16 with tabs": _text([GOOD], "\t").encode("utf-16"),
+    "tabs": _text([GOOD], "\t").encode(),
     "carriage returns": PLAIN.replace("\n", "\r").encode(),
     "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
     "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
     "points before decimals": _text([GOOD | {"step_s": "0.500"}], ";").encode(),
     "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
     "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
-    "powers of ten": _text([GOOD | {"vocab": "5.0368E+04"}]).encode(),
 }
 
 
@@ -138,9 +135,9 @@ REFUSED = {
     ),
     "a missing column": (PLAIN.replace("hidden", "width").encode(), "lacks the columns hidden"),
     "bytes": (b"\xff\xfe\x00gpu\xd8", "UTF"),
-    "a workbook": (b"PK\x03\x04\x14\xe4", r"expected a CSV in UTF-8 or UTF-16: \S+rows.csv$"),
+    "a workbook": (b"PK\x03\x04\x14\xe4", r"expected a CSV in UTF-8, and \S+rows.csv is none"),
     "only a header": (",".join(GOOD).encode(), "no rows"),
-    "nothing": (b"", "lacks the columns"),
+    "nothing": (b"", "no rows"),
     "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
     "predictions": (
         _text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(),
@@ -203,33 +200,22 @@ def test_a_measured_bandwidth_is_a_column(tmp_path):
     assert float(first["step_s"]) > 1.3 * float(second["step_s"])
 
 
-def test_a_note_states_the_head_width_unless_a_column_does(tmp_path):
-    rows = [GOOD | {"note": "head width 64", "head_dim": width} for width in ("", "96")]
-    rows = read_rows(_file(tmp_path, _text(rows)))
-    assert [row.run.model.head_dim for row in rows] == [64, 96]
-
-
-def test_master_weights_in_16_bits_need_less_memory(tmp_path):
-    rows = [GOOD | {"note": note} for note in ("", "16-bit master weights")]
-    usual, low = predict_rows(read_rows(_file(tmp_path, _text(rows))))
-    assert float(low["peak_gib"]) < float(usual["peak_gib"])
-    assert low["step_s"] == usual["step_s"]
-
-
-def test_selective_recomputation_is_torchtitans_own_in_its_tables_alone(tmp_path):
-    selective = GOOD | {"recompute": "selective", "framework": "torchtitan"}
-    rows = [selective | {"group": group} for group in ("", "titan_blog")]
-    rows = read_rows(_file(tmp_path, _text(rows)))
-    assert [set(row.run.layout.options) for row in rows] == [set(), {"op_recompute"}]
+def test_torchtitans_selective_recomputation_keeps_less_than_megatrons(tmp_path):
+    rows = [GOOD | {"recompute": "selective", "options": name} for name in ("", "op_recompute")]
+    megatron, torchtitan = predict_rows(read_rows(_file(tmp_path, _text(rows))))
+    assert float(torchtitan["peak_gib"]) < float(megatron["peak_gib"])
+    assert torchtitan["step_s"] == megatron["step_s"]
 
 
 def test_every_published_row_is_read():
     rows = read_rows(DATA / "training_runs.csv")
-    assert not [row.refusal for row in rows if row.run is None]
-    frameworks = {(row.cells["group"], row.run.framework) for row in rows}
+    # Two runs that ran out of memory had more stages than layers.
+    refused = [(row.cells["status"], row.refusal[-14:]) for row in rows if row.run is None]
+    assert refused == [("oom", "than 16 layers")] * 2
+    frameworks = {(row.cells["group"], row.run.framework) for row in rows if row.run is not None}
     assert {("dgxc", "maxtext"), ("megatron", "nemo")} <= frameworks  # Megatron-Core on H100
     more = read_rows(DATA / "more_training_runs.csv")
-    assert {row.refusal[:17] for row in more if row.run is None} == {"no run in float32"}
+    assert {row.refusal[-10:] for row in more if row.run is None} == {"got 'fp32'"}
 
 
 # as their makers print them, in billions
@@ -334,10 +320,8 @@ def test_gpus_as_people_and_nvidia_smi_write_them(written, name):
     assert find_hardware(written) is HARDWARE[name]
 
 
-def test_a_gpu_with_another_memory_keeps_its_peak():
-    assert find_hardware("B200-SXM-192GB").memory_gib == 192
-    assert find_hardware("B200-192GB").peak_tflops == find_hardware("b200").peak_tflops
-    assert all(find_hardware(name) is card and card.source for name, card in HARDWARE.items())
+def test_every_gpu_is_found_by_its_name():
+    assert all(find_hardware(name) is card for name, card in HARDWARE.items())
 
 
 @pytest.mark.parametrize(
@@ -365,6 +349,7 @@ def test_a_gpu_that_is_not_declared_is_refused(name):
     [
         ("NVIDIA B300 SXM6 AC", "B300-SXM-270GB"),
         ("H100 MIG", "H100-SXM-80GB"),
+        ("B200-SXM-192GB", "B200-SXM-180GB"),
         ("RTX 4080", "RTX-4090-24GB"),
         ("A800 80GB PCIe", "A800-SXM-80GB"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX-4090-24GB"),
@@ -410,14 +395,11 @@ def test_other_configs(tmp_path):
     assert (model.ffn, model.ffn_gated, model.tied, model.kv_heads) == (3072, False, True, 12)
     assert read_model(_config(tmp_path, LLAMA | {"head_dim": 64})).head_dim == 64
     mpt = {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432}
-    assert [
-        read_model(_config(tmp_path, mpt | ratio)).ffn for ratio in ({}, {"expansion_ratio": 2})
-    ] == [16384, 8192]
-    snapshot = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "1a2b"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "blobs").mkdir()
-    (snapshot / "config.json").symlink_to(_config(tmp_path / "blobs", LLAMA))
-    assert read_model(snapshot).name == "Llama-3-8B"
+    assert read_model(_config(tmp_path, mpt)).parameters == NAMED["mpt-7b"].parameters
+    folder = tmp_path / "Llama-3-8B"
+    folder.mkdir()
+    (folder / "config.json").symlink_to(_config(tmp_path, LLAMA))
+    assert read_model(folder).name == "Llama-3-8B"
 
 
 HOSTILE = {
@@ -438,7 +420,6 @@ HOSTILE = {
     "missing": {name: value for name, value in LLAMA.items() if name != "vocab_size"},
     "nested": b"[" * 500_000,
     "empty": b"",
-    "a name twice": json.dumps(LLAMA).replace("{", '{"hidden_size": 1024, ').encode(),
     "not utf-8": b"\xff\xfe\x00{",
 }
 
@@ -471,12 +452,12 @@ def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
         read_model(_config(tmp_path, {"text_config": LLAMA, "num_experts_per_tok": 2}))
     thinker = {"thinker_config": {"text_config": LLAMA}}
     assert read_model(_config(tmp_path, thinker)).parameters == dense
-    with pytest.raises(ValueError, match=r"config.json: .*num_hidden_layers.* under `text_config`"):
+    with pytest.raises(ValueError, match=r"config.json: .*num_hidden_layers"):
         read_model(_config(tmp_path, {"text_config": {"model_type": "llama"}}))
     unknown = {"model_type": "x", "text_config": {"model_type": "mllama_text_model"}}
-    with pytest.raises(ValueError, match=r"`text_config`.*got 'mllama_text_model'"):
+    with pytest.raises(ValueError, match="got 'mllama_text_model'"):
         read_model(_config(tmp_path, unknown))
-    with pytest.raises(ValueError, match=r"model_type under `text_config`.* there is none"):
+    with pytest.raises(ValueError, match=r"expected a model_type.* got 'None'"):
         read_model(_config(tmp_path, {"model_type": "x", "text_config": {"num_layers": 2}}))
     mixture = {"model_type": "llama4_text", "num_experts_per_tok": 1}
     with pytest.raises(ValueError, match="mixture of experts"):
@@ -496,12 +477,12 @@ def test_a_config_of_any_name_is_named_by_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "kind"),
     [
-        (b"<!DOCTYPE html><title>Sign in</title>", "HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
+        (b"<!DOCTYPE html><title>Sign in</title>", "Expecting value"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Expecting value"),
         (b"[1, 2]", "a list"),
     ],
 )
-def test_what_a_download_leaves_instead_of_a_config_is_named(content, kind, tmp_path):
+def test_what_a_download_leaves_instead_of_a_config_is_refused(content, kind, tmp_path):
     with pytest.raises(ValueError, match=kind):
         read_model(_config(tmp_path, content))
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labkit.scaling import validate
 from labkit.scaling.calibration import as_calibrated, calibrate
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.models import Model
 from labkit.scaling.prediction import predict, predict_runs
-from labkit.scaling.runs import SHARDS, Layout, Run, Runs, impossible_reason
+from labkit.scaling.runs import SHARDS, Runs, impossible_reason
 from labkit.scaling.step_time import breakdown, predict_step_s
 from tests.scaling.conftest import (
     GPT_1B,
@@ -78,7 +79,7 @@ def part(one, name, constants=None):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(possible_runs())
 def test_every_breakdown_adds_up_and_nothing_is_negative(one):
-    prediction = predict_runs(Runs([one])).prediction(0)
+    prediction = predict_runs(Runs([one])).some([0])[0]
     assert sum(prediction.parts_s.values()) == pytest.approx(prediction.step_s, rel=1e-9)
     assert min(prediction.parts_s.values()) >= -1e-12 * prediction.step_s
     assert len(prediction.memory_gib) == one.layout.pp
@@ -134,12 +135,12 @@ def test_a_row_does_not_depend_on_its_neighbors(one):
     among = predict_runs(Runs([*others, one]))
     for name in ("step_s", "peak_gib", "distance"):
         assert getattr(among, name)[2] == pytest.approx(getattr(alone, name)[0], rel=1e-12)
-    assert among.prediction(2).interval_90 == pytest.approx(alone.prediction(0).interval_90)
+    assert among.some([2])[0].interval_90 == pytest.approx(alone.some([0])[0].interval_90)
 
 
 def test_one_gpu_communicates_nothing():
     parts = predict(run(GPT_1B)).parts_s
-    compute = {"gemm_s", "attention_s", "elementwise_s", "launch_s", "head_s", "optimizer_s"}
+    compute = {"matmuls", "attention", "elementwise", "CPU launches", "output head", "optimizer"}
     assert {name for name, value in parts.items() if value} <= compute
 
 
@@ -159,17 +160,8 @@ def test_at_the_peak_a_step_takes_its_flops_over_the_peak():
 
 def test_recomputation_costs_a_forward_pass():
     """Full recomputation makes three passes four: 4/3 of the matmuls' time."""
-    kept, again = (part(run(recompute=how), "gemm_s") for how in ("none", "full"))
+    kept, again = (part(run(recompute=how), "matmuls") for how in ("none", "full"))
     assert again / kept == pytest.approx(4 / 3, rel=0.02)
-
-
-def test_zero2_reduces_the_gradients_of_every_micro_batch():
-    slow = run().hardware.with_network(network_gbps=10)
-    sharded, gradients = (
-        predict(Run(LLAMA_8B, slow, Layout(dp=32, global_batch=256, shard=shard), 4096)).parts_s
-        for shard in ("zero1", "zero2")
-    )
-    assert gradients["data_parallel_s"] > 4 * sharded["data_parallel_s"]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +177,7 @@ def test_zero2_reduces_the_gradients_of_every_micro_batch():
         ({"tp": 16, "sequence_parallel": True}, "sequence parallelism"),
         ({"tp": 0}, "expected tp to be greater"),
         ({"dp": 0}, "expected dp to be greater"),
-        ({"shard": "zero4"}, "expected shard to be 'none'"),
+        ({"shard": "zero2"}, "expected shard to be 'none'"),
         ({"shard": "fsdp"}, "expected shard to be 'none'"),
         ({"precision": "int8"}, "expected precision to be 'bf16'"),
         ({"recompute": "some"}, "expected recompute to be 'none'"),
@@ -200,7 +192,7 @@ def test_impossible_layouts_are_refused_with_the_reason(layout, reason):
 def test_models_that_do_not_exist(wrong):
     sizes = {"layers": 2, "hidden": 96, "heads": 32, "ffn": 256, "vocab": 1000} | wrong
     with pytest.raises(ValueError, match="expected"):
-        Model(**sizes)
+        validate(Model, sizes)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +234,8 @@ def test_three_runs_calibrate_a_slower_site():
     before = predict_runs(Runs(_runs("generic")))
     errors, blind = (np.abs(one.step_s / measured - 1) for one in (mine, before))
     assert np.median(errors) < np.median(blind) / 3
-    is_alike = mine.is_unstable == before.is_unstable
-    assert is_alike.sum() > 4
     widths = [high / low for low, high in (mine.interval_90(), before.interval_90())]
-    assert (widths[0] < widths[1])[is_alike].all()
+    assert (widths[0] < widths[1]).all()
 
 
 @pytest.mark.parametrize("times", [[1.0, 2.0], [1.0, 2.0, -3.0], [1.0, 2.0, float("nan")], [1.0]])
