@@ -9,7 +9,6 @@ import pytest
 
 from labkit.lab import project
 from labkit.lab.point import Point
-from labkit.lab.runs import format_1
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.machine.description import describe_machine
@@ -113,7 +112,7 @@ ROW = {"kind": "row", "point": POINTS[0].id, "rank": 0, "values": {}}
     ("record", "words"),
     [
         ({"kind": "resumed", "at": "yesterday"}, "at"),
-        ({"kind": "resumed", "source": {"commit": 1}}, "source"),
+        ({"kind": "resumed", "at": "2026-11-30T00:00:00Z", "command": "x", "source": 1}, "source"),
         (END | {"facts": 3}, "facts"),
         (END | {"status": "failed"}, "reason"),
         (ROW | {"point": "another"}, "not in the plan"),
@@ -167,34 +166,3 @@ def test_a_run_is_found_by_path_and_by_the_beginning_of_its_name(writer, tmp_pat
         match=r"begins the names of 2 runs: \S+/20300102T-other, \S+/20300102.*; give more",
     ):
         find_run([tmp_path], "20300102")
-
-
-@pytest.mark.parametrize(
-    ("values", "status", "reason"),
-    [
-        ({"check": "ok"}, "ok", None),
-        ({"check": "wrong: error 1.0e+00"}, "wrong", "error 1.0e+00"),
-        ({"check": "right, but too slow to time: 9 s"}, "too_slow", "9 s"),
-        ({"check": "ValueError: no"}, "failed", "ValueError: no"),
-        ({"not_measured": "needs Triton"}, "refused", "needs Triton"),
-        ({"status": "wrong", "reason": "off by 1"}, "wrong", "off by 1"),
-    ],
-)
-def test_rows_of_format_1_get_a_status(values, status, reason):
-    values = format_1.with_status(values | {"error": 0.5})
-    assert (values["status"], values.get("reason"), values["error"]) == (status, reason, 0.5)
-    assert not {"check", "not_measured"} & values.keys()
-
-
-def test_a_run_of_format_1_is_read(tmp_path):
-    path = next((ROOT / "data" / "recorded" / "attention").glob("*.jsonl"))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["format_version"] = format_1.FORMAT
-    for line in lines[1:]:
-        if "values" in line and line["values"].pop("status", None) == "ok":
-            line["values"]["check"] = "ok"
-    older = tmp_path / path.name
-    older.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    now = Run.load(path).frame()
-    then = Run.load(older).frame()
-    assert (then["status"] == "ok").sum() == (now["status"] == "ok").sum() > 0

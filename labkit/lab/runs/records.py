@@ -104,11 +104,11 @@ class End(_PointRecord):
 
 
 class Resumption(BaseModel, frozen=True):
-    """A run was resumed: when, by which command, from which source; older files lack some."""
+    """A run was resumed: when, by which command, from which source."""
 
     kind: Literal["resumed"] = "resumed"
-    at: datetime | None = None
-    command: str | None = None
+    at: datetime
+    command: str
     source: Source | None = None
 
 

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from labkit.lab.facts import Note
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
-from labkit.lab.runs import format_1
 from labkit.lab.runs.records import (
     SCHEMA,
     End,
@@ -60,7 +59,7 @@ class Run:
             lines = path.read_bytes().split(b"\n")[:-1]
         except OSError as error:
             raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
-        header, is_format_1 = _parse_header(path, lines[0] if lines else b"{}")
+        header = _parse_header(path, lines[0] if lines else b"{}")
         rows: dict[str, list[Row]] = {}
         ends: dict[str, End] = {}
         resumptions: list[Resumption] = []
@@ -75,8 +74,6 @@ class Run:
                 ) from None
             match record:
                 case Row():
-                    if is_format_1:
-                        record.values = format_1.with_status(record.values)
                     rows.setdefault(record.point, []).append(record)
                 case End():
                     ends[record.point] = record
@@ -246,8 +243,7 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
     return matches[0]
 
 
-def _parse_header(path: Path, line: bytes) -> tuple[RunHeader, bool]:
-    """Return a run's header, and whether its rows are of format 1."""
+def _parse_header(path: Path, line: bytes) -> RunHeader:
     try:
         record = json.loads(line)
         if not isinstance(record, dict):
@@ -257,9 +253,7 @@ def _parse_header(path: Path, line: bytes) -> tuple[RunHeader, bool]:
     if record.get("kind") != "header":
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
     version = record.get("format_version")
-    if version == format_1.FORMAT:
-        record = record | {"format_version": SCHEMA}
-    elif version != SCHEMA:
+    if version != SCHEMA:
         raise RunFileError(
             f"{path}: written by {_writer(record)} in format {version}; this one reads format"
             f" {SCHEMA}"
@@ -269,7 +263,7 @@ def _parse_header(path: Path, line: bytes) -> tuple[RunHeader, bool]:
         # Rounds ended by the width of intervals before they were planned by a gain: no lab's config
         # has this parameter, by which a run is resumed and measured again.
         header.config.pop("ratio_within", None)
-        return header, version == format_1.FORMAT
+        return header
     except ValidationError as error:
         name, problem = first_problem(error)
         if error.errors()[0]["type"] == "extra_forbidden":
