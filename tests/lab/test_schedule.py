@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from labkit.costs.communication import ALL_REDUCE_COSTS
 from labkit.lab.pages import schedule
-from labkit.lab.pages.schedule import record_schedule
-from labkit.lab.pages.user_schedule import record_user_schedule
+from labkit.lab.pages.schedule import record_schedule, record_user_schedule
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.launch import RankError
 from labkit.parallel.transport.base import Transfer

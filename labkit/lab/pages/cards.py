@@ -32,8 +32,7 @@ from labkit.lab.pages.html import (
     split_constant,
     table_columns,
 )
-from labkit.lab.pages.schedule import record_schedule
-from labkit.lab.pages.user_schedule import record_user_schedule
+from labkit.lab.pages.schedule import record_schedule, record_user_schedule
 from labkit.lab.phrases import phrasing
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -153,7 +152,7 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
     if frame.empty:
         return note(f"{caption or 'The numbers.'} (This run has none.)")
     columns, same = split_constant(list(table_columns(frame)))
-    rows = list(zip(*(one.cells for one in columns), strict=True))
+    rows = list(zip(*(table_column.cells for table_column in columns), strict=True))
     content = {"headings": columns, "rows": rows, "same": same}
     on_page = piece(
         "folded", summary=caption or "The numbers", content=Markup(piece("table", **content))
@@ -212,8 +211,8 @@ def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) ->
         "table": table(_with_words(answer)).on_page if has_table else None,
     }
     return Piece(
-        piece("answer", **about, figures=[Markup(one.data) for one in figures]),
-        on_page=piece("answer", **about, figures=[Markup(one.on_page) for one in figures]),
+        piece("answer", **about, figures=[Markup(picture.data) for picture in figures]),
+        on_page=piece("answer", **about, figures=[Markup(picture.on_page) for picture in figures]),
     )
 
 
