@@ -16,16 +16,15 @@ from contextlib import closing, suppress
 from html import unescape
 from pathlib import Path
 from threading import Event, Thread
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import nbformat
-import papermill
 import pytest
-from papermill.clientwrap import PapermillNotebookClient
+from nbclient import NotebookClient
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 
-from labkit.lab.pages.execute import ENGINE, Kernel, execute_notebook
+from labkit.lab.pages.execute import Kernel, execute_notebook
 from labkit.lab.pages.html import mark_code
 from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import PageRecord
@@ -70,13 +69,14 @@ def test_a_kernel_needs_no_home_directory_that_can_be_written(tmp_path, monkeypa
     home.touch()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("IPYTHONDIR", raising=False)
-    execute = Mock()
-    monkeypatch.setattr(PapermillNotebookClient, "execute", execute)
+    setup = MagicMock()
+    monkeypatch.setattr(NotebookClient, "setup_kernel", setup)
+    monkeypatch.setattr(NotebookClient, "execute_cell", Mock())
     notebook = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]))
     with closing(Kernel()) as kernel:
         assert kernel.manager.kernel_spec.argv
         execute_notebook(notebook, tmp_path / "a.ipynb", {}, kernel)
-        folder = Path(execute.call_args.kwargs["env"]["IPYTHONDIR"])
+        folder = Path(setup.call_args.kwargs["env"]["IPYTHONDIR"])
         assert folder.is_dir()
     assert not folder.exists()
 
@@ -117,15 +117,7 @@ def _report_in_one_kernel(pages, patch, kernel):
         (page,) = plan_report([study], parameters, pages)
         assert report_lab(page, pages, kernel).error is None
     tour = pages / "notebooks" / TOUR.name
-    options = {
-        "kernel": kernel,
-        "on_progress": lambda _: None,
-        "target": tour,
-        "progress_bar": False,
-    }
-    papermill.execute_notebook(
-        TOUR, tour, {"repeats": 3}, engine_name=ENGINE, kernel_name="python3", **options
-    )
+    execute_notebook(TOUR.read_text(), tour, {"repeats": 3}, kernel)
     write_index(map(load_lab, LABS), pages)
 
 

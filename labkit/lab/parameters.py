@@ -1,8 +1,8 @@
 """Parameters of a notebook: `profile`, `run`, `config`, and fields of the lab's config.
 
 They reach the lab in three ways, and each is checked before any work: `open_lab(LAB, repeats=7)`
-in a notebook or script; `labkit report --set`, which papermill writes below the parameters cell;
-and papermill's own command line.
+in a notebook or script; `labkit report --set`, which a report writes below the parameters cell; and
+papermill's command line.
 """
 
 import ast
@@ -59,12 +59,12 @@ def locate_run(study: Lab, text: str) -> Path:
 
 
 def report_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what papermill must set so that a report's parameters win over the notebook's.
+    """Return what a cell below the parameters cell must set, so that a report's parameters win.
 
     A parameter that the parameters cell does not set goes into its `config`. ParameterError for a
     wrong name or value in either.
     """
-    # papermill only warns of a name that the parameters cell does not set, and goes on without.
+    # A name that no cell reads would be lost.
     in_cell = notebook_parameters(notebook, study.name)
     values = {name: value for name, value in parameters.items() if name in in_cell}
     others = {name: value for name, value in parameters.items() if name not in in_cell}
