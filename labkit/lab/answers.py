@@ -10,8 +10,9 @@ takes four steps:
    if its ratio differs from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of
    the question. Else it counts for neither. One more row per alternative is over all its
    configurations (`pool_configurations`).
-3. Choice (`Metric.leaders`): of several alternatives, the answer names the one with most wins minus
-   losses over their common configurations. Ties go to the best mean ratio; within 3%, to the first.
+3. Choice (`Metric.select_subjects`): of several alternatives, the answer names the one with most
+   wins minus losses over their common configurations. Ties go to the best mean ratio; within 3%, to
+   the first.
 4. Verdict (`verdicts.decide`): "yes" if it is better in more than half of its configurations, or
    over all of them, and worse in none; "no" if it is worse in some or over all, and better in none.
    If it is neither: "no clear difference" if a gain of 10% is excluded, "undecided" if it is not,
@@ -36,6 +37,7 @@ from labkit.lab.facts import (
     Comparison,
     Counts,
     Finding,
+    Overall,
     Region,
     Verdict,
     find_region,
@@ -46,11 +48,11 @@ from labkit.lab.metric import Metric, Results, Table
 from labkit.lab.units import label
 from labkit.lab.verdicts import (
     RELEVANT_GAIN,
+    best_overall,
     decide,
     find_faster,
     judge_together,
     open_widths,
-    overall_leaders,
     seconds_more,
 )
 
@@ -99,7 +101,7 @@ class Question:
 
     def answer(self, results: Results) -> Answer:
         """Answer from the results of a run; "not measured", with reasons, without rows for it."""
-        answer = self.find(results)
+        answer = self.find_answer(results)
         if answer is None:
             reason = self.without_rows
             if results.refusal:
@@ -114,7 +116,7 @@ class Question:
         # Other programs change ratios: of 7, 3 quiet ones lay outside a busy run's intervals.
         return replace(answer, advice=None) if results.is_busy else answer
 
-    def find(self, results: Results) -> Answer | None:
+    def find_answer(self, results: Results) -> Answer | None:
         """Return the answer, or None without rows."""
         raise NotImplementedError
 
@@ -132,84 +134,61 @@ class Compare(Question):
     keep: str | None = None
     """Advice if a gain of 10% is excluded everywhere."""
 
-    def find(self, results: Results) -> Answer | None:
+    def find_answer(self, results: Results) -> Answer | None:
         metric = self.metric
-        # The lab cannot know the names that a reader adds.
-        among = None if self.among is None else (*self.among, *results.user_alternatives)
-        compared = None if among is None else {self.baseline, *among}
-        notes = (*metric.failures(results.frame, compared), *results.missing)
-        table = metric.ratios_to(self.baseline, results.frame, among)
+        names = None
+        if self.among is not None:
+            # The lab cannot know the names that a reader adds.
+            names = {self.baseline, *self.among, *results.user_alternatives}
+        notes = (*metric.failures(results.frame, names), *results.missing)
+        # 1. Ratio
+        table = metric.ratios_to(self.baseline, results.frame, names)
         if table.empty:
-            if not notes:
-                return None
-            return Answer(verdict="not measured", notes=notes)
+            return Answer(verdict="not measured", notes=notes) if notes else None
+        # 2. Significance
         table, pooled = judge_together(table, pool_configurations(table, metric.compare))
-        # All configurations together may show what none of them shows by itself.
-        leaders = metric.leaders(table) or overall_leaders(pooled)
-        rows = table[table[metric.compare] == leaders[0]] if leaders else table
+        # 3. Choice: all configurations together may show what none of them shows by itself.
+        subjects = metric.select_subjects(table) or best_overall(pooled)
+        rows = table  # without a subject, the answer is about all alternatives
+        if subjects:
+            rows = table[table[metric.compare] == subjects[0]]
         better = rows[rows["verdict"] == "faster"]
-        n_worse = int((rows["verdict"] == "slower").sum())
-        counts = Counts(len(rows), len(better), n_worse)
+        counts = Counts(len(rows), len(better), int((rows["verdict"] == "slower").sum()))
         overall = None
         # An average of gains and losses describes none of the configurations.
-        if leaders and not (counts.better and counts.worse):
-            overall = pooled.get(leaders[0])
+        if subjects and not (counts.better and counts.worse):
+            overall = pooled.get(subjects[0])
+        # 4. Verdict
         widths = open_widths(rows, pooled)
         verdict: Verdict = "undecided"
         if rows["p"].notna().any():  # a p-value needs six repeats
             verdict = decide(
-                counts, overall, rows["ratio"], has_winner=bool(leaders), is_open=bool(widths)
+                counts, overall, rows["ratio"], has_winner=bool(subjects), is_open=bool(widths)
             )
+        size = _describe_size(verdict, counts, overall, rows)
+        names_better = counts.better > 0 and not size.get("is_overall")
+        timed_s = 0.0
+        if verdict == "undecided" and widths:
+            timed_s = results.timed_s(metric.matching(results.frame), metric.value)
         answer = Comparison(
             verdict=verdict,
             quantity=metric.value,
-            subject=self._name(leaders[0], results) if leaders else None,
+            subject=self._name(subjects[0], results) if subjects else None,
             baseline=self._name(self.baseline, results),
             noun=self.noun,
             n_alternatives=table[metric.compare].nunique(),
             counts=counts,
             overall=overall,
+            **size,
             region=find_region(rows, better, metric.configuration),
-            ties=tuple(self._name(name, results) for name in leaders[1:]),
+            ties=tuple(self._name(name, results) for name in subjects[1:]),
+            overtaken=self._overtaken(table, rows, results) if names_better else (),
             scope=find_scope(rows, metric.configuration),
+            seconds_more=seconds_more(widths, timed_s) if timed_s else 0.0,
             notes=notes,
             table=table,
         )
-        answer = self._with_size(answer, rows, results)
-        if verdict == "undecided" and widths:
-            timed_s = results.timed_s(metric.matching(results.frame), metric.value)
-            answer = replace(answer, seconds_more=seconds_more(widths, timed_s) if timed_s else 0.0)
         return replace(answer, advice=self._advice(answer, table))
-
-    def _with_size(self, answer: Comparison, rows: pd.DataFrame, results: Results) -> Comparison:
-        """Add how large the difference of `rows` is."""
-        # The range covers exactly the rows that are counted. Without the uncertain ones it once
-        # said "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
-        gains = answer.counts.better > 0
-        counted = rows[rows["verdict"] == ("faster" if gains else "slower")]
-        overall = answer.overall
-        is_general = answer.verdict == "yes" and not answer.counts.is_mostly_better
-        if overall is not None and overall.direction and (is_general or counted.empty):
-            return replace(
-                answer,
-                direction=overall.direction,
-                low=overall.ratio,
-                high=overall.ratio,
-                effect=overall.ratio,
-                is_overall=True,
-            )
-        if len(counted):
-            ratios = counted["ratio"].astype(float)
-            # By logarithms, half the time and twice the time are equally far from no effect.
-            return replace(
-                answer,
-                direction="better" if gains else "worse",
-                low=float(ratios.min()),
-                high=float(ratios.max()),
-                effect=float(np.exp(np.log(ratios).median())),
-                overtaken=self._overtaken(answer.table, rows, results) if gains else (),
-            )
-        return answer
 
     def _advice(self, answer: Comparison, table: pd.DataFrame) -> str | None:
         """Choose the template of the advice: to change, to keep, or none."""
@@ -238,6 +217,29 @@ class Compare(Question):
         return results.names.get(alternative) or label(self.metric.compare, alternative)
 
 
+def _describe_size(
+    verdict: Verdict, counts: Counts, overall: Overall | None, rows: pd.DataFrame
+) -> dict[str, Any]:
+    """Return the fields of a `Comparison` on how large its difference is; none without one."""
+    # The range covers exactly the rows that are counted. Without the uncertain ones it once said
+    # "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
+    counted = rows[rows["verdict"] == ("faster" if counts.better else "slower")]
+    is_general = verdict == "yes" and not counts.is_mostly_better
+    if overall is not None and overall.direction and (is_general or counted.empty):
+        size = dict.fromkeys(("low", "high", "effect"), overall.ratio)
+        return {"direction": overall.direction, "is_overall": True, **size}
+    if counted.empty:
+        return {}
+    ratios = counted["ratio"].astype(float)
+    return {
+        "direction": "better" if counts.better else "worse",
+        "low": float(ratios.min()),
+        "high": float(ratios.max()),
+        # By logarithms, half the time and twice the time are equally far from no effect.
+        "effect": float(np.exp(np.log(ratios).median())),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check(Question):
     """Are predictions met within a factor? "Yes": in all rows; "it depends": in half or more."""
@@ -251,7 +253,7 @@ class Check(Question):
     reference: str = "the prediction"
     """Noun for the predicted quantity."""
 
-    def find(self, results: Results) -> Answer | None:
+    def find_answer(self, results: Results) -> Answer | None:
         table = self.table(results).dropna(subset=[self.measured, self.predicted])
         if table.empty:
             return None
@@ -297,7 +299,7 @@ class Report(Question):
     verdict: Verdict = "measured"
     configuration: tuple[str, ...] = ()
 
-    def find(self, results: Results) -> Answer | None:
+    def find_answer(self, results: Results) -> Answer | None:
         table = self.table(results)
         picked = None if table.empty else self.pick(table)
         if picked is None:

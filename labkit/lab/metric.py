@@ -140,7 +140,7 @@ class Metric:
         return rows.groupby(self.columns, dropna=False, sort=False)[self.value].max().reset_index()
 
     def ratios_to(
-        self, baseline: Any, frame: pd.DataFrame, among: Sequence[Any] | None = None
+        self, baseline: Any, frame: pd.DataFrame, among: Collection[Any] | None = None
     ) -> pd.DataFrame:
         """Divide each alternative (of `among`, if given) by `baseline`, by configuration.
 
@@ -170,8 +170,10 @@ class Metric:
             pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0)
         )
 
-    def leaders(self, table: pd.DataFrame) -> list[Any]:
-        """Return the alternative with most wins less losses, then those that are as good.
+    def select_subjects(self, table: pd.DataFrame) -> list[Any]:
+        """Return the alternative that an answer is about, then those that are as good.
+
+        It is the one with most wins less losses in a table of `ratios_to`.
 
         None, if none is better anywhere. Alternatives are ranked over the configurations that all
         of them have, if there are any. Those with as many wins, within the smallest relevant
@@ -191,7 +193,7 @@ class Metric:
         logs = np.log(ranked["ratio"].astype(float))
         scores = pd.DataFrame({name: ranked[name], "wins": wins, "log": logs})
         scores = scores.groupby(name, sort=False).agg(wins=("wins", "sum"), log=("log", "mean"))
-        # Losing least is no win: a leader is faster than the baseline somewhere.
+        # Losing least is no win: a subject is faster than the baseline somewhere.
         scores = scores[scores.index.isin(ranked.loc[ranked["verdict"] == "faster", name])]
         if scores.empty:
             return []

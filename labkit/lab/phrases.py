@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from labkit.lab.facts import Answer, Comparison, Region, Scope
 from labkit.lab.units import column, counted, format_factor, join_words, label, label_range
@@ -19,8 +19,35 @@ class Phrase:
     verb: str
     words: str
     preposition: str
-    is_share: bool = False
-    """Whether the amount is the ratio itself in percent ("needs 20% of the memory of")."""
+    unit: Literal["% less", "% of", "% more", "times less", "times"]
+    """What the amount is: for a ratio of 0.2 "80% less", "20% of" or "5 times less"."""
+
+    def amount(self, ratio: float) -> float:
+        """Return a ratio in this unit."""
+        match self.unit:
+            case "% less":
+                return 100 * (1 - ratio)
+            case "% of":
+                return 100 * ratio
+            case "% more":
+                return 100 * (ratio - 1)
+            case "times less":
+                return 1 / ratio
+            case "times":
+                return ratio
+
+    def format(self, amounts: Sequence[float]) -> list[str]:
+        """Format amounts without their "%"."""
+        if not self.unit.startswith("%"):
+            return [format_factor(amount) for amount in amounts]
+        # All with the same digits: an interval must not seem to be more exact at one end.
+        digits = 0 if abs(amounts[0]) >= 0.95 else 1
+        return [f"{amount:.{digits}f}" for amount in amounts]
+
+    @property
+    def sign(self) -> str:
+        """What follows the amount directly."""
+        return "%" if self.unit.startswith("%") else ""
 
 
 @dataclass(frozen=True)
@@ -37,24 +64,21 @@ class Phrasing:
     better: str
     worse: str
 
+    def choose(self, ratio: float) -> Phrase:
+        """Choose the phrase for a ratio."""
+        if ratio < 1:
+            return self.fraction if ratio <= 1 / TWOFOLD else self.less
+        return self.more if ratio < TWOFOLD else self.multiple
+
 
 TIME = Phrasing(
     noun="time",
-    less=Phrase("takes", "less time", "than"),
-    fraction=Phrase("is", "times faster", "than"),
-    more=Phrase("takes", "longer", "than"),
-    multiple=Phrase("takes", "times as long", "as"),
+    less=Phrase("takes", "less time", "than", "% less"),
+    fraction=Phrase("is", "times faster", "than", "times less"),
+    more=Phrase("takes", "longer", "than", "% more"),
+    multiple=Phrase("takes", "times as long", "as", "times"),
     better="faster",
     worse="slower",
-)
-MEMORY = Phrasing(
-    noun="memory",
-    less=Phrase("needs", "less memory", "than"),
-    fraction=Phrase("needs", "of the memory", "of", is_share=True),
-    more=Phrase("needs", "more memory", "than"),
-    multiple=Phrase("needs", "times the memory", "of"),
-    better="lighter",
-    worse="heavier",
 )
 
 
@@ -62,18 +86,24 @@ def phrasing(quantity: str) -> Phrasing:
     """Choose words for a measured column by its name."""
     # All bytes by which alternatives are compared are memory.
     if quantity.endswith("bytes"):
-        return MEMORY
+        return _phrasing("memory", "needs", ("less", "more"), ("lighter", "heavier"))
     if is_time(quantity):
         return TIME
-    noun = column(quantity).title
+    return _phrasing(column(quantity).title, "has", ("lower", "higher"), ("lower", "higher"))
+
+
+def _phrasing(
+    noun: str, verb: str, amounts: tuple[str, str], verdicts: tuple[str, str]
+) -> Phrasing:
+    """Make the words for an amount of something; each pair is that of a gain and of a loss."""
     return Phrasing(
         noun,
-        less=Phrase("has", f"lower {noun}", "than"),
-        fraction=Phrase("has", f"of the {noun}", "of", is_share=True),
-        more=Phrase("has", f"higher {noun}", "than"),
-        multiple=Phrase("has", f"times the {noun}", "of"),
-        better="lower",
-        worse="higher",
+        less=Phrase(verb, f"{amounts[0]} {noun}", "than", "% less"),
+        fraction=Phrase(verb, f"of the {noun}", "of", "% of"),
+        more=Phrase(verb, f"{amounts[1]} {noun}", "than", "% more"),
+        multiple=Phrase(verb, f"times the {noun}", "of", "times"),
+        better=verdicts[0],
+        worse=verdicts[1],
     )
 
 
@@ -82,68 +112,34 @@ def is_time(quantity: str) -> bool:
     return quantity == "seconds" or quantity.endswith("_s")
 
 
-@dataclass(frozen=True)
-class Amount:
+class Amount(NamedTuple):
     """How large a difference is: "15 to 23%" and the phrase around it."""
 
     text: str
     phrase: Phrase
 
 
-def change(answer: Answer) -> Amount | None:
-    """Word how much better or worse a comparison is; None if no difference is shown."""
+def find_change(answer: Answer) -> Amount | None:
+    """Return how much better or worse a comparison is; None if no difference is shown."""
     if not isinstance(answer, Comparison) or answer.direction is None:
         return None
     if answer.subject is None and answer.counts.worse < answer.counts.total:
         # "none is faster" is the answer, not how much slower a few of them are.
         return None
-    phrases = phrasing(answer.quantity)
-    if answer.direction == "better":
-        # From the smallest effect, which is the largest ratio, to the largest effect.
-        if 1 / answer.low < TWOFOLD:
-            return Amount(_percent_span(1 - answer.high, 1 - answer.low), phrases.less)
-        if phrases.fraction.is_share:
-            return Amount(_percent_span(answer.low, answer.high), phrases.fraction)
-        return Amount(_factor_span(1 / answer.high, 1 / answer.low), phrases.fraction)
-    if answer.high < TWOFOLD:
-        return Amount(_percent_span(answer.low - 1, answer.high - 1), phrases.more)
-    return Amount(_factor_span(answer.low, answer.high), phrases.multiple)
+    # The largest effect decides on the words, also for the smallest one.
+    largest = answer.low if answer.direction == "better" else answer.high
+    phrase = phrasing(answer.quantity).choose(largest)
+    ends = phrase.format(sorted([phrase.amount(answer.low), phrase.amount(answer.high)]))
+    return Amount(" to ".join(dict.fromkeys(ends)) + phrase.sign, phrase)
 
 
-def interval(ratio: float, low: float, high: float, phrases: Phrasing) -> str:
+def describe_ratio(ratio: float, low: float, high: float, phrases: Phrasing) -> str:
     """Word a ratio with its interval: "12% [8, 16] less time", "3 [2.5, 3.6] times faster"."""
-    if ratio < 1 / TWOFOLD and phrases.fraction.is_share:
-        phrase = phrases.fraction
-        numbers = _percents(ratio, low, high)
-    elif ratio < 1 / TWOFOLD:
-        phrase = phrases.fraction
-        numbers = [format_factor(1 / one) for one in (ratio, high, low)]
-    elif ratio < 1:
-        phrase = phrases.less
-        numbers = _percents(1 - ratio, 1 - high, 1 - low)
-    elif ratio < TWOFOLD:
-        phrase = phrases.more
-        numbers = _percents(ratio - 1, low - 1, high - 1)
-    else:
-        phrase = phrases.multiple
-        numbers = [format_factor(one) for one in (ratio, low, high)]
-    value, first, last = numbers
-    if phrase.is_share or phrase in (phrases.less, phrases.more):
-        value += "%"
-    if low < high:  # a count has no interval
-        value += f" [{first}, {last}]"
-    return f"{value} {phrase.words}"
-
-
-def _percents(*shares: float) -> list[str]:
-    """Percents without a decimal, or with one if the first is below 1%."""
-    # All with the same digits: an interval must not seem to be more exact at one end.
-    digits = 0 if abs(100 * shares[0]) >= 0.95 else 1
-    return [f"{100 * share:.{digits}f}" for share in shares]
-
-
-def _factor_span(low: float, high: float) -> str:
-    return _span(format_factor(low), format_factor(high))
+    phrase = phrases.choose(ratio)
+    ends = sorted([phrase.amount(low), phrase.amount(high)])
+    value, first, last = phrase.format([phrase.amount(ratio), *ends])
+    interval = f" [{first}, {last}]" if low < high else ""  # a count has none
+    return f"{value}{phrase.sign}{interval} {phrase.words}"
 
 
 def format_outside(ratio: float, within: float) -> str:
@@ -167,16 +163,6 @@ def ceil_percent(factor: float) -> str:
     step = 10 ** (math.floor(math.log10(percent)) - 1)
     # 1e-9: floating point makes 0.84 a little more, which is no reason to say 0.85.
     return f"{math.ceil(percent / step - 1e-9) * step:.2g}%"
-
-
-def _span(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
-
-
-def _percent_span(low: float, high: float) -> str:
-    """Format two shares as "15 to 23%", with one decimal if the first is below one percent."""
-    digits = 0 if 100 * low >= 0.95 else 1
-    return f"{_span(f'{100 * low:.{digits}f}', f'{100 * high:.{digits}f}')}%"
 
 
 def describe_region(region: Region) -> str:

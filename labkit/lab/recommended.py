@@ -92,7 +92,7 @@ class Topic:
         if faster.empty:
             return None
         # The leader is better over all configurations, of which the nearest is only a part.
-        leader = faster[faster[name].isin(question.metric.leaders(table)[:1])]
+        leader = faster[faster[name].isin(question.metric.select_subjects(table)[:1])]
         if len(leader):
             return leader[name].iloc[0]
         return faster.sort_values("ratio")[name].iloc[0]

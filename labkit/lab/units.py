@@ -6,7 +6,7 @@ A column that is not listed is called by its name, and the end of its name gives
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +210,10 @@ def column(name: str) -> Column:
         return _COLUMNS[name]
     for ending, unit, form in _ENDINGS:
         if name.endswith(ending):
-            return _column_with_unit(name, ending, unit, form)
+            title = name.removesuffix(ending).replace("_", " ") + unit
+            # "64 KiB" says what it is, and "8 ms" does not say of what.
+            text = "{value}" if ending == "_bytes" else "{title} {value}"
+            return Column(title, _AXES.get(name, title), form, text)
     words = name.removeprefix("n_").replace("micro_", "micro-").replace("_", " ")
     axis = _AXES.get(name, words)
     is_plural = words.endswith("s") and not words.endswith("ss")
@@ -219,13 +222,6 @@ def column(name: str) -> Column:
     # What a plural counts is labeled as "4 ranks", "1 rank"; all else as "batch 8".
     singular = words.removesuffix("es" if words.endswith("ches") else "s")
     return Column(words, axis, format_number, "{value} {title}", f"1 {singular}")
-
-
-def _column_with_unit(name: str, ending: str, unit: str, form: Callable[[float], str]) -> Column:
-    title = name.removesuffix(ending).replace("_", " ") + unit
-    derived = Column(title, _AXES.get(name, title), form)
-    # "64 KiB" says what it is, and "8 ms" does not say of what.
-    return replace(derived, label="{value}") if ending == "_bytes" else derived
 
 
 def spell_name(name: str) -> str:
@@ -264,11 +260,16 @@ def label_range(name: str, values: Sequence[float]) -> str:
     return about.label.format(title=about.title, value=text)
 
 
+def is_missing(value: Any) -> bool:
+    """Return whether a value of a frame is None or NaN."""
+    return value is None or value != value
+
+
 def labels(table: "pd.DataFrame", columns: Sequence[str]) -> list[str]:
     """Name each row by its values in some columns, such as "small, forward"."""
     names = []
     for row in table.to_dict("records"):
         values = {name: row[name] for name in columns}
-        present = [(name, one) for name, one in values.items() if one is not None and one == one]
+        present = [(name, value) for name, value in values.items() if not is_missing(value)]
         names.append(", ".join(label(name, value) for name, value in present))
     return names

@@ -31,9 +31,9 @@ def judge_together(
     return table.assign(verdict=verdicts[: len(table)]), by_name
 
 
-def overall_leaders(pooled: Mapping[Any, Overall]) -> list[Any]:
+def best_overall(pooled: Mapping[Any, Overall]) -> list[Any]:
     """Return the best alternative over all configurations if it is better than the baseline."""
-    better = [name for name, one in pooled.items() if one.direction == "better"]
+    better = [name for name, overall in pooled.items() if overall.direction == "better"]
     return sorted(better, key=lambda name: pooled[name].ratio)[:1]
 
 
@@ -89,7 +89,7 @@ def open_widths(rows: pd.DataFrame, pooled: Mapping[Any, Overall]) -> list[float
 
     If there are several configurations, the intervals are those over all of them.
     """
-    intervals = [(one.low, one.high) for one in pooled.values()]
+    intervals = [(overall.low, overall.high) for overall in pooled.values()]
     if not intervals:
         certain = rows[rows["p"].notna()]
         intervals = list(zip(certain["low"], certain["high"], strict=True))

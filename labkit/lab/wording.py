@@ -8,11 +8,11 @@ from typing import NamedTuple
 from labkit.lab.facts import Agreement, Answer, Comparison, Finding, Note, Status
 from labkit.lab.phrases import (
     ceil_percent,
-    change,
+    describe_ratio,
     describe_region,
     describe_scope,
+    find_change,
     format_outside,
-    interval,
     is_time,
     phrasing,
 )
@@ -33,104 +33,94 @@ STATUS_TEXTS: dict[Status, str] = {
 
 
 class Sentence(NamedTuple):
-    """An answer's sentence in its parts: "the ring is ...", "Yes", "from 1 MiB up"."""
+    """The parts of an answer's sentence, in the order in which they are read."""
 
-    text: str
     verdict: str = ""
+    """ "Yes"; empty if the text says it."""
     extent: str = ""
-    """Where, or how far, it holds."""
+    """Where, or how far, it holds: "from 1 MiB up"."""
+    text: str = ""
+    """ "the ring is 3 times faster than torch."."""
 
 
 def headline(answer: Answer) -> str:
     """Say the answer in one sentence, verdict first: "Yes, from 1 MiB up: the ring is ..."."""
-    sentence = _sentence(answer)
+    sentence = _word_answer(answer)
     start = ", ".join(filter(None, (sentence.verdict, sentence.extent)))
     return capitalize(": ".join(filter(None, (start, sentence.text))))
 
 
 def statement(answer: Answer) -> str:
     """Say the answer next to its verdict: "From 1 MiB up: the ring is ..."."""
-    sentence = _sentence(answer)
+    sentence = _word_answer(answer)
     return capitalize(": ".join(filter(None, (sentence.extent, sentence.text))))
 
 
-def _sentence(answer: Answer) -> Sentence:
+def _word_answer(answer: Answer) -> Sentence:
     match answer:
+        case Comparison(verdict="undecided" | "no clear difference"):
+            return _word_no_difference(answer)
+        case Comparison(verdict="no"):
+            return _word_no_gain(answer)
         case Comparison():
-            return _compare(answer)
+            return _word_gain(answer)
         case Agreement():
-            return _check(answer)
+            return _word_agreement(answer)
         case Finding():
-            return Sentence(answer.says.format_map(_row_words(answer)))
+            return Sentence(text=answer.says.format_map(_row_words(answer)))
     cause = _cause(answer)
-    return Sentence(_ended(cause.reason if cause else answer.reason), "Not measured")
+    reason = answer.reason if cause is None else cause.reason
+    return Sentence(verdict="Not measured", text=_with_period(reason))
 
 
-def _compare(answer: Comparison) -> Sentence:
-    match answer.verdict:
-        case "undecided" | "no clear difference":
-            return _no_difference(answer)
-        case "no":
-            return _no_gain(answer)
-    return _gain(answer)
-
-
-def _gain(answer: Comparison) -> Sentence:
+def _word_gain(answer: Comparison) -> Sentence:
     """Word "yes" and "it depends"."""
     counts = answer.counts
-    clause = _difference(answer)
+    difference = _difference(answer)
     if answer.is_overall:
-        return Sentence(f"{clause}.", capitalize(answer.verdict), _over_all(answer))
+        extent = f"over all {counts.total} configurations"
+        return Sentence(capitalize(answer.verdict), extent, f"{difference}.")
     region = _short_region(answer)
     if counts.worse:
         worse = f"is {phrasing(answer.quantity).worse} {_other_values(answer)}"
-        return Sentence(f"{clause} {region}, and {worse}.", "It depends")
+        return Sentence(verdict="It depends", text=f"{difference} {region}, and {worse}.")
     if counts.better == counts.total:
-        return Sentence(f"{clause}.", "Yes")
+        return Sentence(verdict="Yes", text=f"{difference}.")
     if counts.is_mostly_better:
-        return Sentence(f"{clause}.", "Yes", region)
-    return Sentence(f"{clause}.", extent=f"only {region}")
+        return Sentence(verdict="Yes", extent=region, text=f"{difference}.")
+    return Sentence(extent=f"only {region}", text=f"{difference}.")
 
 
-def _no_gain(answer: Comparison) -> Sentence:
+def _word_no_gain(answer: Comparison) -> Sentence:
     """Word "no"."""
     counts = answer.counts
     phrases = phrasing(answer.quantity)
-    baseline = answer.baseline
     is_worse_everywhere = counts.worse == counts.total
+    extent = ""
     if answer.subject is None and is_worse_everywhere:
-        return Sentence(f"every {answer.noun} is {phrases.worse} than {baseline}.", "No")
-    if answer.subject is None:
-        return Sentence(f"no {answer.noun} is measurably {phrases.better} than {baseline}.", "No")
-    if answer.is_overall:
-        return Sentence(f"{_difference(answer)}.", "No", _over_all(answer))
-    if is_worse_everywhere:
-        return Sentence(f"{_difference(answer)}.", "No")
-    # How much slower it is in some configurations would read as the answer for all.
-    text = f"{answer.subject} is never measurably {phrases.better} than {baseline}"
-    return Sentence(f"{text}, and {phrases.worse} in some configurations.", "No")
+        text = f"every {answer.noun} is {phrases.worse} than {answer.baseline}"
+    elif answer.subject is None:
+        text = f"no {answer.noun} is measurably {phrases.better} than {answer.baseline}"
+    elif answer.is_overall:
+        extent = f"over all {counts.total} configurations"
+        text = _difference(answer)
+    elif is_worse_everywhere:
+        text = _difference(answer)
+    else:
+        # How much slower it is in some configurations would read as the answer for all.
+        text = f"{answer.subject} is never measurably {phrases.better} than {answer.baseline}"
+        text += f", and {phrases.worse} in some configurations"
+    return Sentence("No", extent, f"{text}.")
 
 
-def _difference(answer: Comparison) -> str:
-    """Say "the ring takes 15 to 23% less time than torch" of an answer that shows a difference."""
-    size = change(answer)
-    assert size is not None
-    phrase = size.phrase
-    amount = f"{phrase.verb} {size.text} {phrase.words}"
-    return f"{answer.subject} {amount} {phrase.preposition} {answer.baseline}"
-
-
-def _over_all(answer: Comparison) -> str:
-    return f"over all {answer.counts.total} configurations"
-
-
-def _no_difference(answer: Comparison) -> Sentence:
+def _word_no_difference(answer: Comparison) -> Sentence:
     """Word "undecided" and "no clear difference"."""
     is_undecided = answer.verdict == "undecided"
     has_intervals = answer.table is not None and answer.table["p"].notna().any()
     if is_undecided and not answer.seconds_more and not has_intervals:
         name = answer.subject or "alternatives"
-        return Sentence(f"too few repeats to compare {name} with {answer.baseline}.", "Undecided")
+        text = f"too few repeats to compare {name} with {answer.baseline}."
+        return Sentence(verdict="Undecided", text=text)
     if answer.subject is not None:
         compared = answer.subject
     elif answer.n_alternatives == 2:
@@ -140,43 +130,22 @@ def _no_difference(answer: Comparison) -> Sentence:
     phrases = phrasing(answer.quantity)
     if not is_undecided:
         names = f"{compared} and {answer.baseline}"
-        return Sentence(f"no clear difference in {phrases.noun} between {names}.")
+        return Sentence(text=f"no clear difference in {phrases.noun} between {names}.")
     start = "the run does not show"
     if answer.seconds_more:  # a run that does not say how long its rounds took has none
         start = f"about {format_estimate(answer.seconds_more)} more would show"
     gain = f"whether {compared} is 10% {phrases.better} than {answer.baseline}"
-    return Sentence(f"{start} {gain}.", "Undecided")
+    return Sentence(verdict="Undecided", text=f"{start} {gain}.")
 
 
-def overall(answer: Answer) -> str:
-    """Say "Over all 4 configurations: 12% [8, 16] less time."; "" for a single configuration."""
-    if not isinstance(answer, Comparison) or answer.overall is None:
-        return ""
-    one = answer.overall
-    phrases = phrasing(answer.quantity)
-    start = f"Over all {one.n} configurations"
-    low = interval(one.low, one.low, one.low, phrases)
-    high = interval(one.high, one.high, one.high, phrases)
-    if answer.is_overall and one.low < one.high:
-        # The headline has said the ratio itself, so the line below it has the interval alone.
-        ends = [low, high]
-        if one.direction == "better":  # from the smaller effect to the larger one
-            ends.reverse()
-        return f"95% interval: from {ends[0]} to {ends[1]}."
-    if one.direction is not None:
-        return f"{start}: {interval(one.ratio, one.low, one.high, phrases)}."
-    if one.low == one.high:
-        return f"{start}: no clear difference."
-    return f"{start}: between {low} and {high}."
-
-
-def _check(answer: Agreement) -> Sentence:
+def _word_agreement(answer: Agreement) -> Sentence:
     counts = answer.counts
     if answer.verdict == "yes":
+        difference = f"are within {ceil_percent(answer.factor)} of"
         if answer.factor == 1:
-            return Sentence(f"all {answer.subject} equal {answer.reference}.", "Yes")
-        percent = ceil_percent(answer.factor)
-        return Sentence(f"all {answer.subject} are within {percent} of {answer.reference}.", "Yes")
+            difference = "equal"
+        text = f"all {answer.subject} {difference} {answer.reference}."
+        return Sentence(verdict="Yes", text=text)
     if not counts.better:
         share = "no"
     elif 2 * counts.better < counts.total:
@@ -193,8 +162,39 @@ def _check(answer: Agreement) -> Sentence:
     within = f"within a factor of {answer.within:g} of {answer.reference}"
     text = f"{share} {answer.subject} are {within}; the worst {compared}."
     if answer.verdict == "it depends":
-        return Sentence(text, extent="partly")
-    return Sentence(text, "No")
+        return Sentence(extent="partly", text=text)
+    return Sentence(verdict="No", text=text)
+
+
+def _difference(answer: Comparison) -> str:
+    """Say "the ring takes 15 to 23% less time than torch" of an answer that shows a difference."""
+    change = find_change(answer)
+    assert change is not None
+    phrase = change.phrase
+    amount = f"{phrase.verb} {change.text} {phrase.words}"
+    return f"{answer.subject} {amount} {phrase.preposition} {answer.baseline}"
+
+
+def overall(answer: Answer) -> str:
+    """Say "Over all 4 configurations: 12% [8, 16] less time."; "" for a single configuration."""
+    if not isinstance(answer, Comparison) or answer.overall is None:
+        return ""
+    pooled = answer.overall
+    phrases = phrasing(answer.quantity)
+    start = f"Over all {pooled.n} configurations"
+    low = describe_ratio(pooled.low, pooled.low, pooled.low, phrases)
+    high = describe_ratio(pooled.high, pooled.high, pooled.high, phrases)
+    if answer.is_overall and pooled.low < pooled.high:
+        # The headline has said the ratio itself, so the line below it has the interval alone.
+        ends = [low, high]
+        if pooled.direction == "better":  # from the smaller effect to the larger one
+            ends.reverse()
+        return f"95% interval: from {ends[0]} to {ends[1]}."
+    if pooled.direction is not None:
+        return f"{start}: {describe_ratio(pooled.ratio, pooled.low, pooled.high, phrases)}."
+    if pooled.low == pooled.high:
+        return f"{start}: no clear difference."
+    return f"{start}: between {low} and {high}."
 
 
 def _row_words(answer: Finding) -> dict[str, str]:
@@ -210,8 +210,14 @@ def advice(answer: Answer) -> str | None:
         case Finding():
             return capitalize(answer.advice.format_map(_row_words(answer)))
         case Comparison():
-            text = answer.advice.format_map({"name": answer.subject or "", "where": _where(answer)})
             better = phrasing(answer.quantity).better
+            where = ""
+            has_limits = answer.counts.better < answer.counts.total and not answer.is_overall
+            if answer.is_better and has_limits and answer.region is not None:
+                where = f" {describe_region(answer.region)}"
+            elif answer.is_better and has_limits:
+                where = f" ({better} {_some(answer)})"
+            text = answer.advice.format_map({"name": answer.subject or "", "where": where})
             for name, region in answer.overtaken:
                 place = "in some configurations"
                 if region is not None:
@@ -219,14 +225,6 @@ def advice(answer: Answer) -> str | None:
                 text += f" {capitalize(place)}, {name} is {better} still."
             return capitalize(text)
     return capitalize(answer.advice)
-
-
-def _where(answer: Comparison) -> str:
-    if not answer.is_better or answer.is_overall or answer.counts.better == answer.counts.total:
-        return ""
-    if answer.region is not None:
-        return f" {describe_region(answer.region)}"
-    return f" ({phrasing(answer.quantity).better} {_some(answer)})"
 
 
 def _some(answer: Comparison) -> str:
@@ -309,12 +307,12 @@ def describe_note(note: Note) -> str:
     """Say "Failed: ring and butterfly (no plan).", or "2 points skipped: needs 51 GiB."."""
     if note.names:
         return f"{STATUS_TEXTS[note.status]}: {join_words(note.names)} ({note.reason})."
-    return _ended(f"{counted(note.points, 'point')} {note.status}: {note.reason}")
+    return _with_period(f"{counted(note.points, 'point')} {note.status}: {note.reason}")
 
 
 def capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _ended(text: str) -> str:
+def _with_period(text: str) -> str:
     return f"{text.removesuffix('.')}."

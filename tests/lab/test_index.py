@@ -35,7 +35,7 @@ class Given(Question):
 
     given: Answer
 
-    def find(self, results):
+    def find_answer(self, results):
         return self.given
 
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from labkit.lab.metric import Results
-from labkit.lab.phrases import change
+from labkit.lab.phrases import find_change
 from labkit.lab.wording import advice, headline
 from labkit.studies import load_lab
 from labkit.studies.attention import worker as attention
@@ -59,7 +59,7 @@ def test_a_range_spans_all_that_are_counted():
     answer = ask("all_reduce", "algorithms", rows)
     faster = answer.table[answer.table["verdict"] == "faster"]["ratio"]
     assert answer.counts.better == len(faster) == 7
-    first, _, last = change(answer).text.split()
+    first, _, last = find_change(answer).text.split()
     assert float(first) == pytest.approx(1 / faster.max(), abs=0.06)
     assert float(last) == pytest.approx(1 / faster.min(), abs=0.06)
 

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from pygments.formatters import HtmlFormatter
 
 from labkit.lab import wording
-from labkit.lab.units import column, spell_name
+from labkit.lab.units import column, is_missing, spell_name
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Longer texts are sentences, which keep their underscores.
@@ -135,7 +135,7 @@ def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
             yield TableColumn("95% interval", True, cells)
         # `high` behind `low` is part of the interval that `low` has become.
         elif place < 2 or names[place - 1 : place + 1] != ["low", "high"]:
-            present = [value for value in values if not _is_missing(value)]
+            present = [value for value in values if not is_missing(value)]
             is_number = bool(present) and all(map(_is_number, present))
             yield TableColumn(
                 column(name).title, is_number, [_cell(name, value) for value in values]
@@ -148,18 +148,18 @@ def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
     if len(columns) <= MAX_COLUMNS or len(columns[0].cells) < 2:
         return columns, ""
     same = {
-        one.text: one.cells[0].text
-        for one in columns
-        if len({cell.text for cell in one.cells}) == 1
+        table_column.text: table_column.cells[0].text
+        for table_column in columns
+        if len({cell.text for cell in table_column.cells}) == 1
     }
     others = ", ".join(f"{name} {value}" for name, value in same.items() if value != "–")
-    different = [one for one in columns if one.text not in same]
+    different = [table_column for table_column in columns if table_column.text not in same]
     return different, f"The same in all rows: {others}." if others else ""
 
 
 def _interval(name: str, low: float, high: float) -> Cell:
     """ "[48.4, 62.8] ms", or "[0.9 ms, 1.1 s]" if the units differ; sorted by the lower end."""
-    if _is_missing(low):
+    if is_missing(low):
         return Cell("–")
     start = _text(name, low)
     end = _text(name, high)
@@ -171,21 +171,17 @@ def _interval(name: str, low: float, high: float) -> Cell:
     return Cell(text, f"{low:.12g}")
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and value != value)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _cell(name: str, value: Any) -> Cell:
-    has_number = _is_number(value) and not _is_missing(value)
+    has_number = _is_number(value) and not is_missing(value)
     return Cell(_text(name, value), f"{value:.12g}" if has_number else None)
 
 
 def _text(name: str, value: Any) -> str:
-    if _is_missing(value):
+    if is_missing(value):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

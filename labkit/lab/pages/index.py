@@ -14,7 +14,7 @@ from labkit.lab.facts import Answer
 from labkit.lab.pages.cards import machine_rows, machine_summary
 from labkit.lab.pages.html import render
 from labkit.lab.pages.record import OTHER_FORMAT, answered_run, read_record
-from labkit.lab.phrases import change
+from labkit.lab.phrases import find_change
 from labkit.lab.project import from_project, write_file
 from labkit.lab.recommended import Configuration, write_code
 from labkit.lab.runs.store import Run, RunFileError
@@ -79,10 +79,10 @@ class Entry:
     def first(self) -> Answered | None:
         """The lab in one line: the first question that was measured."""
         # The times of a busy run would be taken for facts.
-        for one in self.answers:
-            verdict = one.answer.verdict
+        for answered in self.answers:
+            verdict = answered.answer.verdict
             if verdict in TIMELESS or (verdict != "not measured" and not self.is_busy):
-                return one
+                return answered
         return None
 
     @property
@@ -117,7 +117,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     here = [entry for entry in entries if entry.is_here]
     busy = [entry.lab.title for entry in here if entry.is_busy]
     usable = [entry for entry in here if not entry.is_busy and entry.example is None]
-    answers = [one for entry in usable for one in entry.answers]
+    answers = [answered for entry in usable for answered in entry.answers]
     code = next(filter(None, (combined_code(entry.run) for entry in usable if entry.run)), None)
     # Not while labs are to come, whose answers it combines.
     combined = None if to_come or code is None else _find(answers, GAIN)
@@ -154,22 +154,24 @@ def _read_entry(lab: Lab, path: Path) -> Entry:
         run, by_id = answered_run(lab, from_project(record.run))
     except (OSError, RunFileError) as error:
         return Entry(lab, error=record.error or f"its run cannot be read: {error}")
-    answers = [Answered(lab, one, by_id[one.id]) for one in lab.questions]
+    answers = [Answered(lab, question, by_id[question.id]) for question in lab.questions]
     return Entry(lab, run, record.error, answers)
 
 
 def _find(answers: Iterable[Answered], question: str) -> Answered | None:
-    measured = (one for one in answers if one.answer.verdict != "not measured")
-    return next((one for one in measured if one.question.id == question), None)
+    measured = (answered for answered in answers if answered.answer.verdict != "not measured")
+    return next((answered for answered in measured if answered.question.id == question), None)
 
 
 def _recommendations(answers: Iterable[Answered], without: Sequence[str]) -> Mapping[str, Answered]:
     """Return the strongest advice by the title of its topic, but for some topics."""
     best: dict[str | None, Answered] = {}
     # The last one of a topic stays: a change goes before keeping the default, then the larger gain.
-    for one in sorted(answers, key=lambda one: (one.answer.is_better, one.size)):
-        if one.answer.advice and one.question.topic not in without:
-            best[one.question.topic] = one
+    for answered in sorted(
+        answers, key=lambda answered: (answered.answer.is_better, answered.size)
+    ):
+        if answered.answer.advice and answered.question.topic not in without:
+            best[answered.question.topic] = answered
     return {title: best[topic] for topic, title in TOPICS.items() if topic in best}
 
 
@@ -177,12 +179,12 @@ def _largest_differences(answers: Iterable[Answered]) -> list[Answered]:
     """Return the largest clear effect of each lab, largest first, without expected ones."""
     largest: dict[str, Answered] = {}
     # From the smallest: a larger one of the same lab takes its place.
-    for one in sorted(answers, key=lambda one: one.size):
-        answer = one.answer
-        is_clear = answer.verdict in ("yes", "no") and change(answer) is not None
-        if is_clear and not one.question.is_expected:
-            largest[one.lab.name] = one
-    return sorted(largest.values(), key=lambda one: -one.size)[:MAX_LARGEST]
+    for answered in sorted(answers, key=lambda answered: answered.size):
+        answer = answered.answer
+        is_clear = answer.verdict in ("yes", "no") and find_change(answer) is not None
+        if is_clear and not answered.question.is_expected:
+            largest[answered.lab.name] = answered
+    return sorted(largest.values(), key=lambda answered: -answered.size)[:MAX_LARGEST]
 
 
 def combined_code(run: Run) -> str | None:
