@@ -6,11 +6,11 @@ in `labkit/studies/__init__.py`.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
-from labkit.lab.answers import Question
+from labkit.lab.answers import Compare, Question
 from labkit.lab.config import (
     AUTO,
     LabConfig,
@@ -24,12 +24,11 @@ from labkit.lab.facts import Answer
 from labkit.lab.metric import Results
 from labkit.lab.point import Point
 from labkit.lab.task import Task
+from labkit.lab.user_worker import Plugins, Register, run_counted, run_with_plugins
 from labkit.machine.description import Machine, describe_machine
 
 # Shows a few words of progress, while nothing is measured yet.
 Say = Callable[[str], None]
-# Returns the registry, from which the name is removed again. ValueError for a name that is taken.
-Register = Callable[[str, Any], dict[str, Any]]
 
 # Profile `paper`. Without `gain` all rounds are timed, however soon a difference would show.
 PAPER = {"gain": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
@@ -127,6 +126,55 @@ class Lab:
             return filter(self.is_checked, self.points(config, machine))
 
         return replace(self, points=points)
+
+    def check_plugins(self, plugins: Plugins) -> None:
+        """ParameterError for what the lab has no place for, and for bad names and values."""
+        alternatives = plugins.alternatives
+        if not isinstance(alternatives, Mapping):
+            raise ParameterError(
+                f"{self.name}: expected alternatives by name, as {{'mine': mine}}, got"
+                f" {alternatives!r:.80}"
+            )
+        if alternatives and self.plugin_parameter is None:
+            names = ", ".join(map(str, alternatives))
+            raise ParameterError(
+                f"{self.name}: has no place for alternatives of your own, got {names}"
+            )
+        for name, alternative in alternatives.items():
+            # Rows are named by values with commas between them, and told apart by these again.
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ParameterError(
+                    f"{self.name}: expected names of letters, digits and _, got {name!r:.80}"
+                )
+            if not callable(alternative):
+                raise ParameterError(
+                    f"{self.name}: alternative {name!r}: expected a function, got"
+                    f" {alternative!r:.80}"
+                )
+
+    def with_plugins(self, config: LabConfig, plugins: Plugins, *, only: bool = False) -> LabConfig:
+        """Add a user's names to the config's alternatives, or replace labkit's if `only`."""
+        if only and not plugins.alternatives:
+            raise ParameterError(
+                f"{self.name}: only=True measures alternatives of yours: pass some"
+            )
+        if self.plugin_parameter is None:
+            return config
+        labkits = getattr(config, self.plugin_parameter)
+        if only:  # baselines stay, since ratios are to them
+            baselines = {
+                question.baseline for question in self.questions if isinstance(question, Compare)
+            }
+            labkits = [name for name in labkits if name in baselines]
+        return config.model_copy(update={self.plugin_parameter: [*labkits, *plugins.alternatives]})
+
+    def worker_with(self, plugins: Plugins) -> Callable[..., Any]:
+        """Return the worker, which registers the plugins in its rank first."""
+        if not plugins.alternatives:
+            return self.worker
+        # Calls are counted only for `lab.check`: to look at each operator would lengthen times.
+        work = run_with_plugins if plugins.noted is None else run_counted
+        return partial(work, self.register, plugins, self.worker)
 
     def answers(self, results: Results) -> dict[str, Answer]:
         """Answer each question from a run's results, by its id."""

@@ -26,7 +26,7 @@ from labkit.lab.parameters import Parameters, check_papermill_cell, check_parame
 from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.budget import with_more_rounds
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
-from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, Progress, terminal_line
+from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
 from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import (
     NAME,
@@ -36,7 +36,6 @@ from labkit.lab.user_checks import (
     save_check,
     with_guesses,
 )
-from labkit.lab.user_plugins import check_plugins
 from labkit.lab.user_worker import NO_PLUGINS, Plugins
 from labkit.lab.wording import describe_note
 from labkit.machine.description import Machine, describe_machine
@@ -147,7 +146,7 @@ class OpenLab:
             display(cards.coverage(self.run))
         else:
             self._plugins = Plugins(alternatives or {})
-            check_plugins(self.study, self._plugins)
+            self.study.check_plugins(self._plugins)
             config = self.config
             if more is not None:
                 config = with_more_rounds(self.study, config, more)
@@ -184,8 +183,8 @@ class OpenLab:
 
     def source(self, *studied: Any) -> None:
         """Show the source of functions or classes. ValueError for objects without source."""
-        for one in studied:
-            display(cards.render_source(one))
+        for item in studied:
+            display(cards.render_source(item))
 
     def table(self, frame: pd.DataFrame, caption: str = "") -> None:
         """Show a frame as an aligned table, values with their units."""
@@ -260,7 +259,13 @@ class OpenLab:
             with in_terminal if line is None else nullcontext(line.update) as show:
                 # A run that goes on has been through both.
                 if self._interrupted is None:
-                    self._calibrate(show)
+                    if needs_calibration([self.study], self.parameters.profile):
+                        calibrate(
+                            lambda now: show(
+                                replace(now, text=f"limits of this machine: {now.text}")
+                            ),
+                            print,
+                        )
                     self._refuse_failing()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
@@ -272,12 +277,6 @@ class OpenLab:
             line.show(cards.coverage(run).data)
         self._show_failures(run)
         return run
-
-    def _calibrate(self, show: Callable[[Progress], None]) -> None:
-        if needs_calibration([self.study], self.parameters.profile):
-            calibrate(
-                lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print
-            )
 
     def _resume_hint(self) -> str:
         if self._interrupted is None:
@@ -292,8 +291,10 @@ class OpenLab:
     def _show_failures(self, run: Run) -> None:
         """Say below the coverage why an alternative of the reader's own has no values."""
         names = list(self._plugins.alternatives)
-        questions = [one for one in self.study.questions if isinstance(one, Compare)]
-        notes = [note for one in questions for note in one.metric.failures(run.frame(), names)]
+        questions = [question for question in self.study.questions if isinstance(question, Compare)]
+        notes = [
+            note for question in questions for note in question.metric.failures(run.frame(), names)
+        ]
         for note in dict.fromkeys(notes):
             display(cards.note(describe_note(note)))
 

@@ -9,6 +9,7 @@ from typing import Any
 from labkit.lab.config import ParameterError
 from labkit.lab.user_calls import counted_calls
 
+# Returns the registry, from which the name is removed again. ValueError for a name that is taken.
 Register = Callable[[str, Any], dict[str, Any]]
 
 

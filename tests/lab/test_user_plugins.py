@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from labkit.lab.config import ParameterError
-from labkit.lab.user_plugins import check_plugins, with_plugin_names, worker_with_plugins
 from labkit.lab.user_worker import Plugins, registered
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
@@ -26,7 +25,7 @@ PLUGGED = replace(FAKE, plugin_parameter="names")
 )
 def test_what_is_no_alternative_is_refused_before_anything_runs(study, given, expected):
     with pytest.raises(ParameterError, match=expected):
-        check_plugins(study, Plugins(given))
+        study.check_plugins(Plugins(given))
 
 
 @pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter])
@@ -50,7 +49,7 @@ def test_a_rank_registers_a_users_own_for_the_time_of_a_point():
         FAKE, register=register, worker=lambda point: [{"has_mine": "mine" in table}]
     )
     plugins = Plugins({"mine": print})
-    work = worker_with_plugins(declared, plugins)
+    work = declared.worker_with(plugins)
     assert list(work(None)) == [{"has_mine": True}]
     assert not table
 
@@ -62,7 +61,7 @@ def test_only_a_reader_s_alternative_is_planned_with_its_baseline_and_with_the_m
     study = load_lab(lab)
     plugins = Plugins({"mine": print})
     with registered(study.register, plugins):
-        config = with_plugin_names(study, study.profiles["smoke"], plugins, only=True)
+        config = study.with_plugins(study.profiles["smoke"], plugins, only=True)
         points = [
             point for point in study.plan(config, describe_machine()) if point.mentions({"mine"})
         ]

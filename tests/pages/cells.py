@@ -16,7 +16,6 @@ from labkit.lab.pages.cards import Piece
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.records import Row
 from labkit.lab.runs.store import Run
-from labkit.lab.user_plugins import check_plugins
 from labkit.lab.user_worker import Plugins
 from tests import small_steps  # noqa: F401
 
@@ -31,7 +30,7 @@ class LabOnRun(notebook.OpenLab):
         self._run = run
 
     def measure(self, alternatives: Mapping[str, Any] | None = None, **options: Any):
-        check_plugins(self.study, Plugins(alternatives or {}, options.get("models") or {}))
+        self.study.check_plugins(Plugins(alternatives or {}, options.get("models") or {}))
         return self.run.frame()
 
     def but(self, **changed: Any):

@@ -19,11 +19,10 @@ from labkit.lab.runs.budget import Budget
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.units import format_seconds
-from labkit.lab.user_plugins import worker_with_plugins
 from labkit.lab.user_worker import Plugins
 from labkit.machine.description import describe_machine
 from labkit.machine.load import LoadMeter
-from labkit.parallel.launch import PointEnd, RankFailure, Row, launch, too_many_ranks_reason
+from labkit.parallel.launch import PointEnd, Row, launch, too_many_ranks_reason
 from labkit.parallel.ranks.fork_server import PRELOADED
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_rank
 
@@ -59,16 +58,14 @@ class Executor:
     done: int = 0
     _start: float = field(default_factory=time.monotonic)
     _size_limits: dict[Any, SizeLimit] = field(default_factory=dict)
-    # Points that are left out for the budget, before anything is measured.
-    _excluded: set[str] = field(default_factory=set)
-    # Points by id that are still to be measured.
+    # Points by id that are still to be measured, without those that the budget leaves out.
     _pending: dict[str, Point] = field(default_factory=dict)
     # Seconds per row of the current point, of its median round: one stall makes no point too long.
     _rows_s: list[float] = field(default_factory=list)
 
     def measure(self, points: list[Point]) -> None:
-        self._excluded = self.budget.exclude(points)
-        self._pending = {point.id: point for point in points if point.id not in self._excluded}
+        excluded = self.budget.exclude(points)
+        self._pending = {point.id: point for point in points if point.id not in excluded}
         for same_ranks in by_ranks(points):
             while same_ranks:
                 same_ranks = self._skip(same_ranks)
@@ -116,7 +113,7 @@ class Executor:
 
     def _fits(self, point: Point) -> bool:
         """Return whether the budget has time for a point."""
-        return point.id not in self._excluded and self.budget.has_time_for(point)
+        return point.id in self._pending and self.budget.has_time_for(point)
 
     def _measure_group(self, points: list[Point]) -> int:
         """Measure points of one group until all ended or the rest is too large; return how many."""
@@ -162,9 +159,9 @@ class Executor:
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
         fields = {"reason": end.reason, "elapsed_s": end.elapsed_s, "facts": end.facts}
-        details = _details(end.failure)
-        if details:
-            fields["details"] = details
+        if end.failure is not None:
+            parts = [end.failure.traceback.strip(), end.failure.output_tail.strip()]
+            fields["details"] = "\n".join(filter(None, parts))
         self.writer.end_point(point, end.status, load=load, **fields)
         shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
         self.done += 1
@@ -211,7 +208,7 @@ def launch_points(
     PRELOADED.extend(module for module in study.preload if module not in PRELOADED)
     names = ("world_size", "backend", "scheduling", "timeout_s")
     group: dict[str, Any] = {name: getattr(first, name) for name in names}
-    worker = partial(probed, worker_with_plugins(study, plugins), **options)
+    worker = partial(probed, study.worker_with(plugins), **options)
     return launch(worker, points, on_output=on_output, **group)
 
 
@@ -224,8 +221,3 @@ def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> NoR
             for _ in launch_points(study, to_measure, plugins):
                 pass  # the first rank gets the same events, and writes them
     raise SystemExit(0)
-
-
-def _details(failure: RankFailure | None) -> str:
-    parts = (failure.traceback, failure.output_tail) if failure is not None else ()
-    return "\n".join(part.strip() for part in parts if part.strip())

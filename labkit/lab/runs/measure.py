@@ -21,7 +21,6 @@ from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
 from labkit.lab.runs.store import Run
-from labkit.lab.user_plugins import check_plugins, with_plugin_names
 from labkit.lab.user_worker import NO_PLUGINS, Plugins, registered
 from labkit.machine.description import describe_machine
 from labkit.machine.load import load_before_measuring, slowdown_by_others
@@ -55,10 +54,10 @@ def measure(
     or with baselines alone if `only_plugins`.
     """
     _check_job()
-    check_plugins(study, plugins)
+    study.check_plugins(plugins)
     # While they are registered, the config may name them, as it names labkit's alternatives.
     with registered(study.register, plugins):
-        config = with_plugin_names(study, config, plugins, only=only_plugins)
+        config = study.with_plugins(config, plugins, only=only_plugins)
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
         points = study.plan(config, describe_machine())
