@@ -6,6 +6,7 @@ import shlex
 import statistics
 from dataclasses import asdict
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from labkit.check import TOLERANCE
 from labkit.lab import project
 from labkit.lab.commands.console import (
+    Json,
     document,
     err,
     number,
@@ -51,9 +53,7 @@ def check(
     bundle: Annotated[
         Path | None, typer.Option(metavar="FILE.zip", help="Also write what a bug report needs.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Check every implementation here, and compare the machine's speed with the baseline.
 
@@ -118,18 +118,20 @@ def describe(result: "CheckResult") -> dict[str, Any]:
     """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
     unit = "seconds now over seconds then"
     numbers = []
-    for one in result.changes:
-        facts: dict[str, Any] = {name: getattr(one, name) for name in NUMBERS}
-        facts["validity"] = _verdict(one)
+    for change in result.changes:
+        facts: dict[str, Any] = {name: getattr(change, name) for name in NUMBERS}
+        facts["validity"] = _verdict(change)
         facts["measured"] = result.run.header.started
-        numbers.append(number(f"{one.quantity}, {one.place}", one.ratio, unit, **facts))
+        numbers.append(number(f"{change.quantity}, {change.place}", change.ratio, unit, **facts))
     return {
         "numbers": numbers,
         "status": result.status,
         "baseline": [run.name for run in result.baseline],
-        "circumstances": [str(one) for one in result.circumstances],
+        "circumstances": [str(difference) for difference in result.circumstances],
         "nothing_compared": result.nothing_compared_reason,
-        "correctness": [asdict(one) | {"is_bad": one.is_bad} for one in result.correctness],
+        "correctness": [
+            asdict(outcome) | {"is_bad": outcome.is_bad} for outcome in result.correctness
+        ],
     }
 
 
@@ -150,13 +152,13 @@ def _print(result: "CheckResult") -> None:
     _print_shared_changes(result)
     # One reason for all quantities is said once, below the table.
     common = result.nothing_compared_reason
-    rows = [_row(one, result.run.header.machine, common) for one in result.changes]
+    rows = [_row(change, result.run.header.machine, common) for change in result.changes]
     print_table(rows, "quantity", "where", "now", "now / baseline", "shows from", "verdict")
-    if any(one.smallest_change > 1.1 for one in result.changes):
+    if any(change.smallest_change > 1.1 for change in result.changes):
         out.print(
             "more baseline runs (`labkit check --save`), at different hours, show smaller changes"
         )
-    slower = ", ".join(f"{one.quantity} ({one.place})" for one in result.slower)
+    slower = ", ".join(f"{change.quantity} ({change.place})" for change in result.slower)
     if slower:
         out.print(f"slower by more than {100 * result.tolerance:g}%: {slower}", style="bold red")
     if common:
@@ -165,7 +167,7 @@ def _print(result: "CheckResult") -> None:
 
 def _print_correctness(result: "CheckResult") -> None:
     """Print a line of what is right for each lab and place, and a line for each other result."""
-    by_place = groupby(result.correctness, key=lambda one: (one.lab, one.device, one.ranks))
+    by_place = groupby(result.correctness, key=attrgetter("lab", "device", "ranks"))
     for (lab, device, ranks), group in by_place:
         rows = list(group)
         right = ", ".join(row.title for row in rows if row.status == "ok")
@@ -177,8 +179,8 @@ def _print_correctness(result: "CheckResult") -> None:
 
 
 def _print_shared_changes(result: "CheckResult") -> None:
-    for place, changes in groupby(result.changes, key=lambda one: one.place):
-        factors = [one.shared for one in changes if not math.isnan(one.shared)]
+    for place, changes in groupby(result.changes, key=attrgetter("place")):
+        factors = [change.shared for change in changes if not math.isnan(change.shared)]
         # Within the tolerance nobody would ask what happened to the machine.
         factor = statistics.median(factors or [1.0])
         if abs(math.log(factor)) > math.log1p(result.tolerance):
@@ -188,35 +190,39 @@ def _print_shared_changes(result: "CheckResult") -> None:
             )
 
 
-def _row(one: "Change", machine: "Machine", common: str | None) -> tuple[str, ...]:
+def _row(change: "Change", machine: "Machine", common: str | None) -> tuple[str, ...]:
     """Return a change as a row of the table; a reason that all have in common is not repeated."""
     ratio = ""
     smallest = ""
-    if not math.isnan(one.ratio):
-        ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
-        smallest = f"{100 * (one.smallest_change - 1):.0f}%"
-    speed = one.speed + describe_peak_share(one, machine)
-    verdict = _verdict(one)
-    if one.reason and common is not None:
+    if not math.isnan(change.ratio):
+        ratio = f"{change.ratio:.2f} [{change.low:.2f}, {change.high:.2f}]"
+        smallest = f"{100 * (change.smallest_change - 1):.0f}%"
+    speed = change.speed + describe_peak_share(change, machine)
+    verdict = _verdict(change)
+    if change.reason and common is not None:
         verdict = ""
-    return one.quantity, one.place, speed, ratio, smallest, verdict
+    return change.quantity, change.place, speed, ratio, smallest, verdict
 
 
-def _verdict(one: "Change") -> str:
-    return ": ".join(filter(None, (one.verdict, one.reason)))
+def _verdict(change: "Change") -> str:
+    return ": ".join(filter(None, (change.verdict, change.reason)))
 
 
-def describe_peak_share(one: "Change", machine: "Machine") -> str:
+def describe_peak_share(change: "Change", machine: "Machine") -> str:
     """Word the share of a GPU's declared peak that bfloat16 matmuls reach, or ""."""
     from labkit.scaling.hardware import find_hardware
 
-    if one.quantity != "matmul bfloat16" or not one.place.endswith("cuda") or math.isnan(one.rate):
+    if (
+        change.quantity != "matmul bfloat16"
+        or not change.place.endswith("cuda")
+        or math.isnan(change.rate)
+    ):
         return ""
     try:
         gpu = find_hardware(machine.gpus[0].name)
     except (IndexError, ValueError):  # no GPU, or none that is declared
         return ""
-    share = one.rate / 1e12 / gpu.peak_tflops
+    share = change.rate / 1e12 / gpu.peak_tflops
     published = gpu.matmul_tflops / gpu.peak_tflops
     return f", {100 * share:.0f}% of the peak (published: up to {100 * published:.0f}%)"
 
@@ -228,9 +234,7 @@ def compare(
     output: Annotated[
         Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare runs of several machines or commits with the first one, on the points they share.
 
@@ -239,12 +243,13 @@ def compare(
     from labkit.check.class_folder import holds_hand_ins
     from labkit.check.class_page import write_class_page
     from labkit.lab.commands.console import comparison_numbers
-    from labkit.lab.compare import compare_runs, write_comparison
-    from labkit.lab.runs.copies import load_runs
+    from labkit.lab.compare import compare_runs, load_runs, write_comparison
     from labkit.studies import load_lab
 
     page = output or project.project_root() / "reports" / "compare.html"
-    project.check_page(page)
+    if page.suffix not in (".html", ".htm") or page.is_dir():
+        raise ParameterError(f"expected --output to name an .html file, got {str(page)[-80:]!r}")
+    project.check_writable(page.parent)
     status = 0
     if len(runs) == 1 and holds_hand_ins(runs[0]):
         result = write_class_page(Path(runs[0]), page)

@@ -12,15 +12,13 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
+from labkit.check.archives import CLOCK_TOLERANCE
 from labkit.check.class_folder import HandIn
-from labkit.check.hand_in import CLOCK_TOLERANCE
 from labkit.check.student import YOUR_ANSWER, student_notebook
 from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.project import notebook_path
-from labkit.lab.ratios import compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted
 from labkit.lab.user_checks import Correctness, verdicts
@@ -28,7 +26,7 @@ from labkit.studies import load_lab
 
 # A point or two that a browser disturbed need no look; a run with a larger share of them does.
 MANY_BUSY = 0.1
-# Of fewer students none can be told to be unlike the others, nor what the teacher gave to all.
+# Of fewer students nobody knows what the teacher gave to all.
 MIN_CLASS = 4
 # Lists of alternatives have a student's own name; seeds and devices may differ in a class.
 MAY_DIFFER = ("seed", "timeout_s", "device", "implementations", "algorithms", "alternatives")
@@ -112,28 +110,29 @@ def grade_class(hand_ins: Sequence[HandIn]) -> list[Student]:
         number = sum(other.hand_in.name == hand_in.name for other in students)
         name = f"{hand_in.name} ({number + 1})" if number else hand_in.name
         students.append(Student(name, hand_in))
-    labs = dict.fromkeys(lab for one in hand_ins for lab in (*one.runs, *one.checks))
+    labs = dict.fromkeys(lab for hand_in in hand_ins for lab in (*hand_in.runs, *hand_in.checks))
     for student in students:
         for problem in student.hand_in.problems:
             student.flag(Severity.UNREADABLE, problem)
     for lab in labs:
         _grade_lab(load_lab(lab), students)
-        _flag_outliers(load_lab(lab), students)
     originals = _original_cells(students, list(labs))
     _read_work(students, originals)
     _flag_copies(students, originals)
     for student in students:
         student.flags.sort(key=lambda flag: flag.severity)
-    return sorted(students, key=lambda one: (one.severity, one.name.casefold()))
+    return sorted(students, key=lambda student: (student.severity, student.name.casefold()))
 
 
 def _grade_lab(lab: Lab, students: Sequence[Student]) -> None:
     """Add the grade of a lab to each student, and the flags of its run."""
     # What most students set is what the teacher asked for.
-    runs = [one.hand_in.runs[lab.name] for one in students if lab.name in one.hand_in.runs]
+    runs = [
+        student.hand_in.runs[lab.name] for student in students if lab.name in student.hand_in.runs
+    ]
     usual: dict[str, str] = {}
     if runs:
-        usual = pd.DataFrame(map(_values, runs)).mode().iloc[0].to_dict()
+        usual = pd.DataFrame(map(_comparable_parameters, runs)).mode().iloc[0].to_dict()
     for student in students:
         run = student.hand_in.runs.get(lab.name)
         check = student.hand_in.checks.get(lab.name)
@@ -169,20 +168,16 @@ def _grade(
         own = run.header.user_alternatives
         machine = run.header.machine.label
         ratio = _typical_ratio(lab, own, answers)
-        results = [one for one in verdicts(lab, run) if one.name in own]
+        results = [result for result in verdicts(lab, run) if result.name in own]
     # The check knows more: code that hangs has no run, and runs do not count forbidden calls.
     if check is not None:
         return Grade(lab.name, check["verdict"], check["details"], ratio, machine)
     if not results:
         return Grade(lab.name, NOTHING, "", "", machine)
-    bad = next((one for one in results if one.is_bad), None)
+    bad = next((result for result in results if result.is_bad), None)
     if bad is None:
         return Grade(lab.name, "right", "by its run; not checked with lab.check", ratio, machine)
-    return Grade(lab.name, _word(bad), str(bad.reason), ratio, machine)
-
-
-def _word(bad: Correctness) -> str:
-    return {"wrong": "wrong", "timeout": "hangs"}.get(bad.status, "fails")
+    return Grade(lab.name, bad.verdict, str(bad.reason), ratio, machine)
 
 
 def _typical_ratio(lab: Lab, own: Sequence[str], answers: Mapping[str, Answer]) -> str:
@@ -202,16 +197,18 @@ def _run_flags(lab: Lab, run: Run | None, usual: Mapping[str, str], grade: Grade
     """Yield what a teacher should look at, but for what the grade says already."""
     if run is None:
         return
-    different = {name: value for name, value in _values(run).items() if value != usual[name]}
+    different = {
+        name: value for name, value in _comparable_parameters(run).items() if value != usual[name]
+    }
     # All parameters of another profile differ, so it alone is named.
     if "profile" in different:
         different = {"profile": different["profile"]}
     for name, value in different.items():
         yield Flag(Severity.PARAMETERS, f"{name} {value}, the others {usual[name]}")
-    for one in verdicts(lab, run):
-        is_graded = one.name in run.header.user_alternatives and _word(one) == grade.verdict
-        if one.is_bad and not is_graded:
-            yield Flag(Severity.CODE, f"{_word(one)} ({one.title}): {one.reason}")
+    for result in verdicts(lab, run):
+        is_graded = result.name in run.header.user_alternatives and result.verdict == grade.verdict
+        if result.is_bad and not is_graded:
+            yield Flag(Severity.CODE, f"{result.verdict} ({result.title}): {result.reason}")
     if run.pending:
         yield Flag(Severity.NOTHING, f"interrupted before {counted(len(run.pending), 'point')}")
     if run.header.started > datetime.now(UTC) + CLOCK_TOLERANCE:
@@ -221,34 +218,7 @@ def _run_flags(lab: Lab, run: Run | None, usual: Mapping[str, str], grade: Grade
         yield Flag(Severity.BUSY, f"busy machine during {points}")
 
 
-def _flag_outliers(lab: Lab, students: Sequence[Student]) -> None:
-    """Flag a student whose ratios are unlike the others': of another machine or measurement."""
-    answered = [student for student in students if lab.name in student.answers]
-    if len(answered) < MIN_CLASS:
-        return
-    # A student's own code is compared with nobody's.
-    names = {
-        name for one in answered for name in one.hand_in.runs[lab.name].header.user_alternatives
-    }
-    tables = ratio_tables(lab, [student.answers[lab.name] for student in answered])
-    shared = [table[~_mentions(table, names)] for table in tables]
-    for index, student in enumerate(answered):
-        changes = compare_ratios([*shared[:index], *shared[index + 1 :]], [shared[index]])
-        odd = changes[changes["difference"] != NO_DIFFERENCE_SHOWN]
-        if len(odd):
-            text = f"{len(odd)} of {len(changes)} ratios unlike the others'"
-            student.flag(Severity.PARAMETERS, f"{lab.name}: {text}")
-
-
-def _mentions(table: pd.DataFrame, names: set[str]) -> pd.Series:
-    """Return which rows of a table of ratios are about one of these alternatives."""
-    configurations = table.index.get_level_values("configuration")
-    # Without a dtype an empty mask, of a run without answers, would select columns.
-    is_mentioned = [bool(names & set(text.split(", "))) for text in configurations]
-    return pd.Series(is_mentioned, index=table.index, dtype=bool)
-
-
-def _values(run: Run) -> dict[str, str]:
+def _comparable_parameters(run: Run) -> dict[str, str]:
     values = {"profile": run.header.profile, **run.header.config}
     return {name: str(value) for name, value in values.items() if name not in MAY_DIFFER}
 
@@ -276,7 +246,7 @@ def _read_work(students: Sequence[Student], originals: set[str]) -> None:
     """Find the cells that each student wrote or changed."""
     for student in students:
         for file, cells in student.hand_in.notebooks.items():
-            own = list(_own_cells(cells, originals))
+            own = list(_student_cells(cells, originals))
             student.work += own
             if not own:
                 student.flag(Severity.NOTHING, f"{file} is untouched")
@@ -284,7 +254,8 @@ def _read_work(students: Sequence[Student], originals: set[str]) -> None:
             student.flag(Severity.NOTHING, "no notebook")
 
 
-def _own_cells(cells: Sequence[tuple[str, str]], originals: set[str]) -> Iterator[Work]:
+def _student_cells(cells: Sequence[tuple[str, str]], originals: set[str]) -> Iterator[Work]:
+    """Yield the cells that are not among the originals."""
     heading = ""
     for kind, text in cells:
         if text.strip() and text.strip() not in originals:
@@ -314,6 +285,6 @@ def _flag_copies(students: Sequence[Student], originals: set[str]) -> None:
                 groups["the same code", text].append(student)
     for (same, *_), alike in groups.items():
         for student in alike:
-            others = ", ".join(one.name for one in alike if one is not student)
+            others = ", ".join(other.name for other in alike if other is not student)
             if others:
                 student.flag(Severity.COPY, f"{same} as {others}: one of them is a copy")

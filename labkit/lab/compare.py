@@ -6,7 +6,8 @@ Repeats of different runs were not interleaved, so times are not compared. Ratio
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -21,9 +22,9 @@ from labkit.lab.facts import Answer, Verdict
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
 from labkit.lab.point import REPETITION
-from labkit.lab.project import write_file
-from labkit.lab.ratios import PLACEMENT, USUAL_VARIATION, compare_ratios, ratio_tables
-from labkit.lab.runs.store import Run
+from labkit.lab.project import kind_of_path, recorded_directory, runs_directory, write_file
+from labkit.lab.ratios import PLACEMENT, USUAL_VARIATION, compare_ratios
+from labkit.lab.runs.store import Run, RunFileError, find_run
 
 # Further fields of a point that do not change what is measured.
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
@@ -50,41 +51,84 @@ class Pair:
     ratios: pd.DataFrame
     """One row per question, configuration and alternative that both measured."""
 
+    @property
     def outcomes(self) -> dict[str, str]:
         """Fate of each verdict that one of them has, by question."""
-        outcomes = {}
-        for question, answers in self.answers.items():
-            first = answers[0].verdict
-            other = answers[1].verdict
-            if first == other == "not measured":
-                continue
-            if other == "not measured":
-                outcomes[question] = "lost"
-            elif first == "not measured":
-                outcomes[question] = "gained"
-            else:
-                outcomes[question] = verdict_outcome(first, other)
-        return outcomes
-
-    def unshared_reason(self) -> str:
-        differences = (
-            f"{name}: {one!r:.60} and {two!r:.60}" for name, (one, two) in self.parameters.items()
-        )
-        return (
-            f"the runs of {self.lab.name} share no point:"
-            f" {', '.join(differences) or 'none was planned by both'}"
-        )
+        outcomes = {
+            question: verdict_outcome(first.verdict, other.verdict)
+            for question, (first, other) in self.answers.items()
+        }
+        return {question: outcome for question, outcome in outcomes.items() if outcome}
 
 
 def verdict_outcome(first: Verdict, other: Verdict) -> str:
-    """Return whether two verdicts on a question agree, differ, are opposite, or one is open."""
+    """Return the fate of a verdict, one of `OUTCOMES`; "" if neither run has one."""
     if first == other:
-        return "agree"
+        return "" if first == "not measured" else "agree"
+    if other == "not measured":
+        return "lost"
+    if first == "not measured":
+        return "gained"
     # More rounds of the undecided run would say whether they differ.
     if "undecided" in (first, other):
         return "open"
     # Anything else leaves open what one of them says: "it depends" holds both.
     return "opposite" if {first, other} == {"yes", "no"} else "differ"
+
+
+def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
+    """Load runs by path or name, or all below a folder; return also why files were left out.
+
+    ParameterError for a name without a run, a folder without runs, and fewer than two runs.
+    """
+    paths: dict[Path, None] = {}
+    excluded: dict[str, str] = {}
+    for name in names:
+        if kind_of_path(name) == "folder":
+            # Not `rglob`, which raises if a folder goes away while it reads.
+            below = sorted(
+                Path(at, file)
+                for at, _, files in os.walk(name)
+                for file in files
+                if file.endswith(".jsonl")
+            )
+            if not below:
+                raise ParameterError(
+                    f"expected a folder with runs (*.jsonl), got {name}: it holds no run"
+                )
+            paths |= dict.fromkeys(below)
+        else:
+            parents = (recorded_directory(), runs_directory())
+            folders = [folder for parent in parents for folder in parent.glob("*/")]
+            paths[find_run(folders, name)] = None
+    runs = []
+    for path in paths:
+        try:
+            runs.append(Run.load(path))
+        except RunFileError as error:
+            excluded[str(path)] = str(error).removeprefix(str(path)).lstrip(":, ")
+    runs, copies = without_copies(runs)
+    excluded |= copies
+    if len(runs) < 2:
+        reasons = "".join(f"; {name}: {reason}" for name, reason in excluded.items())
+        raise RunFileError(f"expected at least two different runs, got {len(runs)}{reasons}")
+    return runs, excluded
+
+
+def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
+    """Return the different runs, and the copies by path: same start, machine and plan."""
+    by_content: dict[Any, Run] = {}
+    copies: dict[str, str] = {}
+    # The most complete first: a copy may be older than the resumption of its run.
+    for run in sorted(runs, key=lambda run: len(run.pending)):
+        header = run.header
+        content = (header.lab, header.started, *header.machine.identity, *header.planned)
+        whole = by_content.setdefault(content, run)
+        if whole.path.resolve() != run.path.resolve():
+            copies[str(run.path)] = f"a copy of {whole.path}"
+            if len(run.pending) > len(whole.pending):
+                copies[str(run.path)] = f"a partial copy of {whole.path}"
+    return [run for run in runs if run in by_content.values()], copies
 
 
 def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pair]:
@@ -104,9 +148,15 @@ def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pa
             f"expected two different runs of one lab, got one run each of {', '.join(by_lab)}"
         )
     if not any(pair.n_shared for pair in pairs):
-        raise ParameterError(
-            f"nothing to compare: {'; '.join(pair.unshared_reason() for pair in pairs)}"
-        )
+        reasons = []
+        for pair in pairs:
+            differences = [
+                f"{name}: {first!r:.60} and {other!r:.60}"
+                for name, (first, other) in pair.parameters.items()
+            ]
+            reason = ", ".join(differences) or "none was planned by both"
+            reasons.append(f"the runs of {pair.lab.name} share no point: {reason}")
+        raise ParameterError(f"nothing to compare: {'; '.join(reasons)}")
     return pairs
 
 
@@ -131,18 +181,18 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
     first = set(keys[0].values())
     other = set(keys[1].values())
     shared = first & other
-    one = _answer_shared(lab, runs[0], keys[0], shared)
-    two = _answer_shared(lab, runs[1], keys[1], shared)
-    answers = {question: (one[question], two[question]) for question in one}
-    before = runs[0].header.config
-    after = runs[1].header.config
-    parameters = {
-        parameter: (before.get(parameter), after.get(parameter))
-        for parameter in before | after
-        if parameter not in REPETITION and before.get(parameter) != after.get(parameter)
-    }
-    n_others = len(first ^ other)
-    return Pair(lab, runs, names, parameters, len(shared), n_others, answers, _ratios(lab, answers))
+    before, after = (
+        _answer_shared(lab, run, points, shared) for run, points in zip(runs, keys, strict=True)
+    )
+    answers = {question: (before[question], after[question]) for question in before}
+    configs = [run.header.config for run in runs]
+    parameters = {}
+    for name in configs[0] | configs[1]:
+        values = configs[0].get(name), configs[1].get(name)
+        if name not in REPETITION and values[0] != values[1]:
+            parameters[name] = values
+    ratios = compare_ratios(lab, before, after)
+    return Pair(lab, runs, names, parameters, len(shared), len(first ^ other), answers, ratios)
 
 
 def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
@@ -152,7 +202,7 @@ def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
         key = {}
         for name, value in sorted(fields.items()):
             # Of lists of alternatives, those that both runs have are compared.
-            is_names = isinstance(value, list) and any(isinstance(one, str) for one in value)
+            is_names = isinstance(value, list) and any(isinstance(item, str) for item in value)
             if name not in ignored and not is_names:
                 key[name] = value
         keys[id] = json.dumps(key)
@@ -169,14 +219,6 @@ def _answer_shared(
     return lab.answers(replace(results, frame=results.frame[is_shared]))
 
 
-def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:
-    """Return the ratios of both runs side by side, and how they changed."""
-    runs = [{name: pair[index] for name, pair in answers.items()} for index in range(2)]
-    first, other = ratio_tables(lab, runs)
-    both = first.add_suffix("_first").join(other, how="inner")
-    return both.join(compare_ratios([first], [other])).reset_index()
-
-
 def write_comparison(
     pairs: Sequence[Pair], command: str, page: Path, excluded: Mapping[str, str]
 ) -> list[str]:
@@ -185,7 +227,7 @@ def write_comparison(
     lines = list[str]()
     for pair in pairs:
         first, other = pair.names
-        outcomes = list(pair.outcomes().values())
+        outcomes = list(pair.outcomes.values())
         counts = {name: outcomes.count(name) for name in OUTCOMES}
         about = {
             "points shared": pair.n_shared,
@@ -235,7 +277,7 @@ def _answer_table(pairs: Sequence[Pair]) -> pd.DataFrame:
     """Return one row per question that any run answers, one column per run."""
     rows = []
     for question in pairs[0].lab.questions:
-        outcomes = [pair.outcomes().get(question.id, "") for pair in pairs]
+        outcomes = [pair.outcomes.get(question.id, "") for pair in pairs]
         if any(outcomes):
             row = {
                 "question": question.text,

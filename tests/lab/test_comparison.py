@@ -11,11 +11,16 @@ import pytest
 
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.answers import Check, Compare
-from labkit.lab.compare import compare_runs, run_names, write_comparison
+from labkit.lab.compare import (
+    compare_runs,
+    load_runs,
+    run_names,
+    without_copies,
+    write_comparison,
+)
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric
-from labkit.lab.runs.copies import load_runs, without_copies
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS
@@ -118,10 +123,8 @@ def first(tmp_path):
 )
 def test_verdicts_agree_differ_are_open_lost_or_gained(changes, outcome, first, tmp_path):
     other = run_file(tmp_path / "b.jsonl", cpu="Two", seed=1, **changes)
-    assert pair_of(first, other).outcomes() == {"faster": outcome}
-    assert pair_of(other, first).outcomes() == {
-        "faster": "gained" if outcome == "lost" else outcome
-    }
+    assert pair_of(first, other).outcomes == {"faster": outcome}
+    assert pair_of(other, first).outcomes == {"faster": "gained" if outcome == "lost" else outcome}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_runs_are_named_by_machine_and_by_start_if_they_share_it(tmp_path):
 def test_every_recorded_run_is_compared_with_itself_and_agrees(lab):
     run = recorded(lab)
     (pair,) = compare_runs([run, Run.load(run.path)], load_real)
-    assert set(pair.outcomes().values()) == {"agree"}
+    assert set(pair.outcomes.values()) == {"agree"}
     assert set(pair.ratios["difference"]) <= {NO_DIFFERENCE_SHOWN}
 
 
