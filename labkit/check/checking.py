@@ -1,16 +1,16 @@
 """A check: correctness of every implementation, then the fixed set, then the baseline."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from labkit.check import TOLERANCE
 from labkit.check.comparison import NOT_COMPARABLE, Change, compare
-from labkit.check.correctness import check_correctness
 from labkit.check.facts import (
     Difference,
     describe_hardware,
@@ -26,14 +26,25 @@ from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, repeat_in_sessions
 from labkit.lab.project import check_writable, lock_file, project_root, runs_directory, write_file
 from labkit.lab.runs.measure import measure
-from labkit.lab.runs.progress import ShowProgress
+from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.lab.units import counted, join_words
-from labkit.lab.user_checks import Correctness
+from labkit.lab.user_checks import SHORTEST, Correctness, measure_checks, verdicts
 from labkit.machine.description import Machine, describe_machine
+from labkit.studies import load_lab
 
 # On any number of cores: baselines of other numbers of ranks could not be compared.
 CPU_RANKS = 2
+# Compiled naive attention is torch's, and slow to compile.
+ATTENTION = ["tiled", "flash", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa"]
+# Labs that compare results with an exact one before they time, with what makes each short.
+LABS: Mapping[str, Mapping[str, Any]] = {
+    "attention": {"implementations": ATTENTION},
+    "all_reduce": {},
+    "data_parallel": {},
+    "sharding": {"optimizers": ["AdamW"]},
+    "sync_batchnorm": {"alternatives": ["labkit", "torch"]},
+}
 
 
 class CheckConfig(TimedConfig):
@@ -101,15 +112,15 @@ class CheckResult:
     @property
     def is_wrong(self) -> bool:
         """Whether a result is wrong, or a point of the fixed set failed."""
-        return any(self.run.failures()) or any(one.is_bad for one in self.correctness)
+        return any(self.run.failures()) or any(outcome.is_bad for outcome in self.correctness)
 
     @property
     def slower(self) -> list[Change]:
         """Quantities slower than the baseline by more than the tolerance."""
         return [
-            one
-            for one in self.changes
-            if one.verdict == "slower" and one.ratio > 1 + self.tolerance
+            change
+            for change in self.changes
+            if change.verdict == "slower" and change.ratio > 1 + self.tolerance
         ]
 
     @property
@@ -117,13 +128,17 @@ class CheckResult:
         """Changes of the software since the baseline, which may explain others."""
         if not self.baseline:
             return []
-        return [one for one in differences(self.baseline[-1], self.run) if not one.forbids]
+        return [
+            difference
+            for difference in differences(self.baseline[-1], self.run)
+            if not difference.forbids
+        ]
 
     @property
     def nothing_compared_reason(self) -> str | None:
         """The most frequent reason if no quantity could be compared, or None."""
-        reasons = [one.reason for one in self.changes]
-        if not reasons or any(one.verdict != NOT_COMPARABLE for one in self.changes):
+        reasons = [change.reason for change in self.changes]
+        if not reasons or any(change.verdict != NOT_COMPARABLE for change in self.changes):
             return None
         return max(set(reasons), key=reasons.count)
 
@@ -163,6 +178,24 @@ def check_machine(
         options: Any = {"directory": folder, "on_progress": show, "on_output": on_output}
         run = measure(CHECK, CHECK.configure("quick", {}), profile="quick", **options)
     return CheckResult(run, baseline, correctness, compare(baseline, run), tolerance)
+
+
+def check_correctness(
+    show: ShowProgress, on_output: Callable[[str], None] | None
+) -> Iterator[Correctness]:
+    """Yield the verdict on each implementation at each place."""
+    n_gpus = len(describe_machine().gpus)
+    places = []
+    for device in ("cpu", "cuda"):
+        for lab in map(load_lab, LABS):
+            # A lab without the parameter has points of every backend: once is enough.
+            if device == "cpu" or (n_gpus and "device" in lab.config.model_fields):
+                places.append((device, lab))
+    with TemporaryDirectory(prefix="labkit-check-", ignore_cleanup_errors=True) as folder:
+        for index, (device, lab) in enumerate(places):
+            show(Progress(index, len(places), f"correct? {lab.name}, {device}"))
+            wanted = {**SHORTEST, **LABS[lab.name], "device": device}
+            yield from verdicts(lab, measure_checks(lab, wanted, Path(folder), on_output=on_output))
 
 
 def checks_directory() -> Path:

@@ -34,7 +34,7 @@ NAME = "mine"
 DEADLINE_S = 20.0
 # Between two ranks there is one route; a wrong order of messages shows with three or four.
 RANKS = (2, 3, 4)
-SHORTEST = {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": DEADLINE_S}
+SHORTEST = {"repeats": 1, "warmup": 0, "sessions": 1}
 # 1,022 elements of float32, which neither three nor four ranks divide evenly.
 UNEVEN_BYTES = 4088
 
@@ -62,6 +62,13 @@ class Correctness:
     def is_bad(self) -> bool:
         """Whether the alternative is to blame; one that is right but slow, or refused, is not."""
         return self.status in BAD
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on an alternative that is to blame."""
+        if self.status == "wrong":
+            return "wrong"
+        return "hangs" if self.status == "timeout" else "fails"
 
     @property
     def title(self) -> str:
@@ -130,6 +137,14 @@ class AlternativeCheck:
         return ": ".join(filter(None, (self.verdict, self.details)))
 
 
+def measure_checks(lab: Lab, wanted: Mapping[str, Any], folder: Path, **options: Any) -> Run:
+    """Measure the points of a lab that check results, with those wanted parameters that it has."""
+    names = lab.config.model_fields
+    settings = {name: value for name, value in wanted.items() if name in names}
+    config = lab.configure("smoke", settings)
+    return measure(lab.only_checks(), config, profile="smoke", directory=folder, **options)
+
+
 def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeCheck:
     """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to a failure.
 
@@ -138,15 +153,13 @@ def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeC
     """
     if not callable(alternative):
         raise ParameterError(f"{lab.name}: expected a function, got {alternative!r:.80}")
-    parameters = lab.config.model_fields
     compare = None if lab.verify is None else lab.verify(alternative)
-    world_sizes = RANKS if "world_sizes" in parameters else (1,)
+    world_sizes = RANKS if "world_sizes" in lab.config.model_fields else (1,)
     result = AlternativeCheck("right")
     for world_size in world_sizes:
-        wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [world_size], **SHORTEST}
-        settings = {name: value for name, value in wanted.items() if name in parameters}
         if lab.plugin_parameter is not None or compare is None:
-            result = _check(lab, alternative, settings)
+            sizes = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [world_size]}
+            result = _check(lab, alternative, {**SHORTEST, **sizes, "timeout_s": DEADLINE_S})
         # Also if it is wrong: the comparison names the cause, which the lab's check does not know.
         if compare is not None and result.verdict in ("right", "wrong"):
             result = _compare_with_one_process(compare, world_size, result)
@@ -175,45 +188,37 @@ def _compare_with_one_process(
 
 
 def _check(
-    lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any]
+    lab: Lab, alternative: Callable[..., Any], wanted: Mapping[str, Any]
 ) -> AlternativeCheck:
-    config = lab.configure("smoke", settings)
     noted = lab.task.noted if lab.task else ()
     with (
         TemporaryDirectory(prefix="labkit-check-") as folder,
         TemporaryDirectory(prefix="labkit-calls-") as notes,
     ):
-        run = measure(
-            lab.only_checks(),
-            config,
-            profile="smoke",
-            plugins=Plugins({NAME: alternative}, noted=noted, notes=Path(notes)),
-            only_plugins=True,
-            directory=Path(folder),
-        )
+        plugins = Plugins({NAME: alternative}, noted=noted, notes=Path(notes))
+        run = measure_checks(lab, wanted, Path(folder), plugins=plugins, only_plugins=True)
         waiting = last_calls(Path(notes))
-    results = [one for one in verdicts(lab, run) if one.name in (NAME, EVERY)]
+    results = [result for result in verdicts(lab, run) if result.name in (NAME, EVERY)]
     # What is refused or skipped here, such as a dtype, is neither.
-    bad = [one for one in results if one.is_bad]
-    right = [one for one in results if one.status in ("ok", "too_slow")]
+    bad = [result for result in results if result.is_bad]
+    right = [result for result in results if result.status in ("ok", "too_slow")]
+    if not results:
+        return AlternativeCheck("fails", "it was not measured")
     if bad or not right:
-        return _describe_failure((bad or results)[:1], waiting)
+        first = (bad or results)[0]
+        reasons = [str(first.reason)]
+        if first.verdict == "hangs":
+            reasons += waiting
+        return AlternativeCheck(first.verdict, "; ".join(reasons))
     calls = read_calls(run.frame())
     if lab.task is not None:
         reason = not_allowed_reason(lab.task, calls)
         if reason is not None:
             return AlternativeCheck("not allowed", reason)
-    slow = [f"too slow to time ({one.reason})" for one in right if one.status == "too_slow"]
+    slow = [
+        f"too slow to time ({result.reason})" for result in right if result.status == "too_slow"
+    ]
     return AlternativeCheck("right", "; ".join([*slow[:1], *describe_calls(calls)]))
-
-
-def _describe_failure(first: Sequence[Correctness], waiting: Sequence[str]) -> AlternativeCheck:
-    if not first:
-        return AlternativeCheck("fails", "it was not measured")
-    reason = str(first[0].reason)
-    if first[0].status == "timeout":
-        return AlternativeCheck("hangs", "; ".join([reason, *waiting]))
-    return AlternativeCheck("wrong" if first[0].status == "wrong" else "fails", reason)
 
 
 def check_file(lab: str) -> Path:
@@ -235,18 +240,18 @@ def save_check(lab: Lab, alternative: Callable[..., Any], result: AlternativeChe
 def not_allowed_reason(task: Task, calls: Sequence[Calls]) -> str | None:
     """Return how an alternative breaks the rules of a task, or None."""
     counts = Counter[str]()
-    for one in calls:
-        counts.update(one.calls)
+    for on_rank in calls:
+        counts.update(on_rank.calls)
     allowed = ", ".join(task.allowed) or "no communication"
     other = [kind for kind in counts if kind not in task.allowed]
     if other:
         return f"it calls {', '.join(other)}; this task allows {allowed}"
-    most = max((one.most_per_pass for one in calls), default=0)
+    most = max((on_rank.most_per_pass for on_rank in calls), default=0)
     if task.at_most is not None and most > task.at_most:
         return f"it calls {most} collectives per pass; this task allows {task.at_most}"
     if task.allowed and not counts:
         return "its code sends nothing: something else does the work"
-    if task.moves_input and any(one.n_bytes < one.input_bytes for one in calls):
+    if task.moves_input and any(on_rank.n_bytes < on_rank.input_bytes for on_rank in calls):
         return "its messages are too short to sum the tensor: something else does the work"
     return None
 

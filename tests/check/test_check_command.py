@@ -11,7 +11,7 @@ import pytest
 from jsonschema import validate
 
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
-from labkit.check import checking, correctness
+from labkit.check import checking
 from labkit.check.archives import write_bundle
 from labkit.check.checking import (
     CHECK,
@@ -68,8 +68,8 @@ def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
 
 
 def test_correctness_says_each_implementation_at_each_place(monkeypatch):
-    only = {"sync_batchnorm": correctness.LABS["sync_batchnorm"]}
-    monkeypatch.setattr(correctness, "LABS", only)
+    only = {"sync_batchnorm": checking.LABS["sync_batchnorm"]}
+    monkeypatch.setattr(checking, "LABS", only)
     rows = list(check_correctness(lambda _: None, None))
     assert [(one.name, one.ranks, one.status) for one in rows if one.name == "labkit"] == [
         ("labkit", 2, "ok")
