@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -32,55 +32,36 @@ if TYPE_CHECKING:
 # A rank's counts travel in a row of the run, as JSON: columns of a frame hold single values.
 COLUMN = "user_calls"
 LABKIT = str(Path(__file__).parents[1])
-# torch's operators by the kind of call. Waits and barriers move no data, and are always allowed.
+# Kinds of calls by how names of torch's operators begin, without "_": `_allgather_base_` and
+# `all_gather_into_tensor_out` are all_gathers. Waits and barriers, which move no data, are allowed.
 KINDS = {
     "send": "send",
-    "recv_": "receive",
-    "recv_any_source_": "receive",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    # Those of `torch.distributed._functional_collectives`, of which DTensors are made.
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "recv": "receive",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
     "broadcast": "broadcast",
-    "all_to_all_single": "all_to_all",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Calls:
     """Calls that a reader's code made on one rank at one point."""
 
-    calls: Mapping[str, int]
+    calls: Counter[str] = field(default_factory=Counter)
     """Collectives and messages, by kind."""
-    operators: Mapping[str, int]
+    operators: Counter[str] = field(default_factory=Counter)
     """Operators of torch that do a task's work, by name."""
-    n_bytes: int
+    n_bytes: int = 0
     """Sent and received."""
-    input_bytes: int
+    input_bytes: int = 0
     """Tensors that the code was called with."""
-    passes: int
-    most_per_pass: int
+    passes: int = 0
+    most_per_pass: int = 0
     """Collectives, without messages, in one pass."""
 
 
@@ -89,13 +70,8 @@ class CallCounter(TorchDispatchMode):
 
     def __init__(self, notes: Path | None = None) -> None:
         super().__init__()
+        self.counts = Calls()
         self._notes = notes
-        self.calls: Counter[str] = Counter()
-        self.operators: Counter[str] = Counter()
-        self.n_bytes = 0
-        self.input_bytes = 0
-        self.most_per_pass = 0
-        self.passes = 0
         self._in_pass = 0
 
     @classmethod
@@ -106,13 +82,14 @@ class CallCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # "c10d::allreduce_.overload" is an all_reduce, whichever function called it.
-        name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace in ("c10d", "_c10d_functional"):
             line = _calling_line(through_labkit=False)
-            if line and name in KINDS:
+            # "c10d::allreduce_.overload" is an all_reduce, whichever function called it.
+            plain = func.name().partition("::")[2].replace("_", "")
+            kind = next((KINDS[start] for start in KINDS if plain.startswith(start)), None)
+            if line and kind is not None:
                 # Outputs and inputs, one of which is p times as long in a gather.
-                self._add(KINDS[name], max(map(_size, args[:2])), line)
+                self._add(kind, max(map(_size, args[:2])), line)
         return func(*args, **(kwargs or {}))
 
     def append(self, call: Collective) -> None:
@@ -125,12 +102,13 @@ class CallCounter(TorchDispatchMode):
             self._add(kind, call.n_bytes, line)
 
     def _add(self, kind: str, n_bytes: int, line: str) -> None:
-        self.calls[kind] += 1
-        self.n_bytes += n_bytes
+        counts = self.counts
+        counts.calls[kind] += 1
+        counts.n_bytes += n_bytes
         # Messages are not limited per pass: a ring has as many as it needs.
         if kind not in ("send", "receive", "exchange"):
             self._in_pass += 1
-            self.most_per_pass = max(self.most_per_pass, self._in_pass)
+            counts.most_per_pass = max(counts.most_per_pass, self._in_pass)
         self._note(f"{kind}{line}")
 
     def _note(self, text: str) -> None:
@@ -139,7 +117,7 @@ class CallCounter(TorchDispatchMode):
 
     def begin_pass(self, *_: Any) -> None:
         """Count the collectives of another pass."""
-        self.passes += 1
+        self.counts.passes += 1
         self._in_pass = 0
 
     def wrap(self, alternative: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,14 +127,14 @@ class CallCounter(TorchDispatchMode):
 
         @wraps(alternative, updated=())
         def call(*arguments: Any, **options: Any) -> Any:
-            most_before = self.most_per_pass
+            most_before = self.counts.most_per_pass
             self.begin_pass()
-            self.input_bytes += _size(arguments)
+            self.counts.input_bytes += _size(arguments)
             result = alternative(*arguments, **options)
             if isinstance(result, nn.Module):
                 # To make it is no pass: a wrapper may broadcast each parameter once.
-                self.most_per_pass = most_before
-                self.passes -= 1
+                self.counts.most_per_pass = most_before
+                self.counts.passes -= 1
                 result.register_forward_pre_hook(self.begin_pass)
             self._note("")  # it has ended
             return result
@@ -165,15 +143,7 @@ class CallCounter(TorchDispatchMode):
 
     def describe(self) -> dict[str, Any]:
         """Return the counts as a column of a row."""
-        calls = Calls(
-            calls=dict(self.calls),
-            operators=dict(self.operators),
-            n_bytes=self.n_bytes,
-            input_bytes=self.input_bytes,
-            passes=self.passes,
-            most_per_pass=self.most_per_pass,
-        )
-        return {COLUMN: json.dumps(asdict(calls))}
+        return {COLUMN: json.dumps(vars(self.counts))}
 
 
 class _FunctionCounter(TorchFunctionMode):
@@ -199,7 +169,7 @@ class _FunctionCounter(TorchFunctionMode):
 def counted_calls(noted: tuple[str, ...], notes: Path | None) -> Iterator[CallCounter]:
     """Count the calls of a reader's code within the block."""
     counter = CallCounter(notes)
-    with counter, _FunctionCounter(noted, counter.operators), recorded_traffic(counter):
+    with counter, _FunctionCounter(noted, counter.counts.operators), recorded_traffic(counter):
         yield counter
 
 
@@ -213,12 +183,14 @@ def read_calls(frame: "pd.DataFrame") -> list[Calls]:
 def describe_calls(calls: Iterable[Calls]) -> list[str]:
     """Describe the calls per pass of the rank that makes most; empty if no call was counted."""
     rows = list(calls)
-    operators = sorted({name for one in rows for name in one.operators})
+    operators = sorted({name for counts in rows for name in counts.operators})
     # Instead of counts: the code has no part in what these operators send.
     if operators:
         return [f"torch's {', '.join(operators)} does the work"]
     # Among ranks with equally many by bytes: which one reports first is chance.
-    busiest = max(rows, key=lambda one: (sum(one.calls.values()), one.n_bytes), default=None)
+    busiest = max(
+        rows, key=lambda counts: (sum(counts.calls.values()), counts.n_bytes), default=None
+    )
     if busiest is None or not busiest.calls or not busiest.passes:
         return []
     counts = ", ".join(f"{n / busiest.passes:g} x {kind}" for kind, n in busiest.calls.items())
