@@ -23,6 +23,7 @@ from labkit.check.commands import check, compare, hand_in, notebook
 from labkit.check.try_command import try_training
 from labkit.lab import project
 from labkit.lab.commands.console import (
+    Json,
     calibrate_first,
     err,
     out,
@@ -44,9 +45,6 @@ LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show
 Profile = Annotated[
     str | None,
     typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick"),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
 ]
 Settings = Annotated[
     list[str] | None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from labkit.advise.request import Options, make_request, read_options
-from labkit.lab.commands.console import number, print_json
+from labkit.lab.commands.console import Json, number, print_json
 from labkit.lab.config import ParameterError
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def advise(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why a run may be slower than predicted.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Recommend layouts for many GPUs; with --apply, the best configuration for this machine."""
     predictions = list["Prediction"]()

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ CARD = "hand-in.json"
 # and so do URLs, tags, and pictures in base64.
 FOLDERS = re.compile(r"(?:(?<=\\[nrt])|(?<![\w/<>.~+-]))(?<!:/)/(?:[\w.@+-]+/)+(?=[\w.@+-])")
 HOST = re.compile(r'"host": ?"([^"]+)"')
+CLOCK_TOLERANCE = timedelta(hours=1)
 # User names that identify nobody.
 COMMON_NAMES = ("root", "user", "ubuntu", "admin")
 
@@ -95,8 +97,12 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
     write_file(path, file.getvalue())
 
 
-def _newest_run(lab: str) -> Path | None:
-    return max((runs_directory() / lab).glob("*.jsonl"), default=None)
+def newest_run(lab: str) -> Path | None:
+    """Return the newest run of a lab, or None."""
+    # A run from the future was begun before the clock was set back: any other one is newer.
+    runs = sorted((runs_directory() / lab).glob("*.jsonl"))
+    limit = f"{datetime.now(UTC) + CLOCK_TOLERANCE:%Y%m%dT%H%M%SZ}"
+    return max((run for run in runs if run.name < limit), default=max(runs, default=None))
 
 
 def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -> None:
@@ -107,16 +113,16 @@ def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -
     if len(kernels):
         kernels_text = kernels.drop_duplicates().to_string(index=False)
     failures = [
-        f"{one.lab}, {one.title}: {one.reason}\n{one.details}"
-        for one in result.correctness
-        if one.is_bad
+        f"{outcome.lab}, {outcome.title}: {outcome.reason}\n{outcome.details}"
+        for outcome in result.correctness
+        if outcome.is_bad
     ]
     files = {
         "doctor.txt": "".join(f"{name}: {value}\n" for name, value in machine_rows()),
         "check.json": json.dumps(document),
         "kernels.txt": kernels_text,
     }
-    for lab, run in {"check": result.run.path, **{lab: _newest_run(lab) for lab in LABS}}.items():
+    for lab, run in {"check": result.run.path, **{lab: newest_run(lab) for lab in LABS}}.items():
         if run is not None and run.stat().st_size <= MAX_BYTES:
             # Damaged runs, too: they may be what the report is about.
             files[f"runs/{lab}.jsonl"] = run.read_text(encoding="utf-8", errors="replace")

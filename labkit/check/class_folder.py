@@ -21,8 +21,21 @@ from labkit.studies import LABS
 # What macOS and Windows add to folders and zips.
 IGNORED = ("__MACOSX", ".DS_Store", "Thumbs.db", "desktop.ini")
 
-# Reads a file of a hand-in. ValueError for one that is too large to be a student's.
-Member = Callable[[], bytes]
+
+@dataclass(frozen=True)
+class Member:
+    """A file of a hand-in, in a folder or in a zip."""
+
+    read_bytes: Callable[[], bytes]
+    n_bytes: int
+
+    def read(self) -> bytes:
+        """Read the file. ValueError for one that is too large to be a student's."""
+        # Before reading: a zip of some KiB may unpack to a size that fills the memory.
+        if self.n_bytes > MAX_BYTES:
+            size = self.n_bytes >> 20
+            raise ValueError(f"a file of {size} MiB, expected at most {MAX_BYTES >> 20}")
+        return self.read_bytes()
 
 
 @dataclass(frozen=True)
@@ -64,14 +77,14 @@ def read_class(folder: Path) -> ClassFolder:
     unzipped = {path.parent for path in _files(folder) if path.name == CARD}
     for root in sorted(unzipped):
         members = {
-            file.relative_to(root).as_posix(): _member(file.read_bytes, file.stat().st_size)
+            file.relative_to(root).as_posix(): Member(file.read_bytes, file.stat().st_size)
             for file in _files(root)
         }
         hand_ins.append(_read(str(root.relative_to(folder)), members))
     for path in sorted(_files(folder)):
         file = str(path.relative_to(folder))
         if _is_zip(path):
-            inside = list(_read_zip(file, path.read_bytes()))
+            inside = list(_read_zip(file, path.read_bytes))
             hand_ins.extend(inside)
             if not inside:
                 others.append(file)
@@ -93,13 +106,15 @@ def _is_zip(path: Path | PurePosixPath) -> bool:
     return path.suffix.lower() == ".zip"
 
 
-def _read_zip(file: str, content: bytes, *, is_inner: bool = False) -> Iterator[HandIn]:
+def _read_zip(file: str, read: Callable[[], bytes], *, is_inner: bool = False) -> Iterator[HandIn]:
     """Yield the hand-ins of a zip: itself, those in its folders, and those in zips inside it."""
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        with zipfile.ZipFile(io.BytesIO(read())) as archive:
             files = {
                 # Some programs of Windows write its separator, against the format.
-                PurePosixPath(info.filename.replace("\\", "/")): info
+                PurePosixPath(info.filename.replace("\\", "/")): Member(
+                    partial(archive.read, info), info.file_size
+                )
                 for info in archive.infolist()
                 if not info.is_dir() and not info.filename.startswith("__MACOSX")
             }
@@ -107,47 +122,19 @@ def _read_zip(file: str, content: bytes, *, is_inner: bool = False) -> Iterator[
             roots = [path.parent for path in files if path.name == CARD and len(path.parts) <= 2]
             for root in roots:
                 members = {
-                    str(path.relative_to(root)): _zipped(archive, info)
-                    for path, info in files.items()
+                    str(path.relative_to(root)): member
+                    for path, member in files.items()
                     if path.is_relative_to(root)
                 }
                 yield _read(file, members)
             if roots or is_inner:
                 return
-            for path, info in files.items():
+            for path, member in files.items():
                 if _is_zip(path) and not path.name.startswith("._"):
-                    yield from _read_inner(f"{file}/{path}", _zipped(archive, info))
+                    yield from _read_zip(f"{file}/{path}", member.read, is_inner=True)
     # Whatever a damaged or hostile zip raises, the page shows the others.
     except Exception as error:
-        yield _unreadable(file, error)
-
-
-def _read_inner(file: str, member: Member) -> Iterator[HandIn]:
-    """Yield the hand-ins of a zip in a zip; one that is too large costs none of the others."""
-    try:
-        content = member()
-    except Exception as error:
-        yield _unreadable(file, error)
-        return
-    yield from _read_zip(file, content, is_inner=True)
-
-
-def _unreadable(file: str, error: Exception) -> HandIn:
-    return HandIn(file, _guess_name(file), problems=[f"cannot be read: {error}"])
-
-
-def _zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
-    return _member(partial(archive.read, info), info.file_size)
-
-
-def _member(read: Callable[[], bytes], size: int) -> Member:
-    def read_if_small() -> bytes:
-        # Before reading: a zip of some KiB may unpack to a size that fills the memory.
-        if size > MAX_BYTES:
-            raise ValueError(f"a file of {size >> 20} MiB, expected at most {MAX_BYTES >> 20}")
-        return read()
-
-    return read_if_small
+        yield HandIn(file, _guess_name(file), problems=[f"cannot be read: {error}"])
 
 
 def _guess_name(file: str) -> str:
@@ -158,7 +145,7 @@ def _guess_name(file: str) -> str:
 def _read(file: str, members: Mapping[str, Member]) -> HandIn:
     """Read what a hand-in's card lists; what cannot be read becomes a problem."""
     try:
-        card = _read_object(members[CARD]())
+        card = _read_object(members[CARD].read())
         labs = card.get("labs")
         if "name" not in card or not isinstance(labs, list):
             raise ValueError("expected a name and a list of labs")
@@ -185,7 +172,7 @@ def _read(file: str, members: Mapping[str, Member]) -> HandIn:
             result.problems.append("too many MiB of notebooks: the others were not read")
             break
         try:
-            content = member()
+            content = member.read()
             n_bytes += len(content)
             result.notebooks[path] = _read_cells(content)
         except Exception as error:
@@ -200,7 +187,7 @@ def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
     # A run is read from a file, and this one may lie in a zip.
     with TemporaryDirectory(prefix="labkit-hand-in-") as folder:
         copy = Path(folder) / "run.jsonl"
-        copy.write_bytes(member())
+        copy.write_bytes(member.read())
         try:
             run = Run.load(copy)
         except ParameterError as error:
@@ -214,7 +201,7 @@ def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
 def _read_check(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
     member = members.get(f"{lab}/check.json")
     if member is not None:
-        record = _read_object(member())
+        record = _read_object(member.read())
         names = ("verdict", "details", "code", "checked")
         # Fields that a page shows, at a length that it can show.
         hand_in.checks[lab] = {name: str(record.get(name, ""))[:20_000] for name in names}

@@ -39,24 +39,24 @@ class ClassResult:
     def lines(self) -> list[str]:
         """Return a line per student, and one per file that is no hand-in."""
         lines = []
-        for one in self.students:
-            flags = "; ".join(flag.text for flag in one.flags)
-            lines.append(f"{one.name}: {flags or 'nothing to look at'}")
+        for student in self.students:
+            flags = "; ".join(flag.text for flag in student.flags)
+            lines.append(f"{student.name}: {flags or 'nothing to look at'}")
         return [*lines, *(f"no hand-in: {name}" for name in self.others)]
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of the JSON document (`docs/for-scripts.md`)."""
         students = [
             {
-                "name": one.name,
-                "file": one.hand_in.file,
-                "grades": [asdict(grade) for grade in one.grades],
+                "name": student.name,
+                "file": student.hand_in.file,
+                "grades": [asdict(grade) for grade in student.grades],
                 "flags": [
                     {"severity": flag.severity.name.lower(), "text": flag.text}
-                    for flag in one.flags
+                    for flag in student.flags
                 ],
             }
-            for one in self.students
+            for student in self.students
         ]
         return {"students": students, "no_hand_ins": list(self.others)}
 
@@ -65,7 +65,7 @@ def write_class_page(folder: Path, page: Path) -> ClassResult:
     """Write the page of a folder's hand-ins."""
     content = read_class(folder)
     result = ClassResult(grade_class(content.hand_ins), content.others)
-    labs = dict.fromkeys(lab for one in result.students for lab in one.answers)
+    labs = dict.fromkeys(lab for student in result.students for lab in student.answers)
     html = render(
         "class_page.html.j2",
         students=result.students,
@@ -83,7 +83,11 @@ def write_class_page(folder: Path, page: Path) -> ClassResult:
 
 def _section(lab: Lab, students: Sequence[Student]) -> dict[str, Any]:
     """Return a lab's part of the page: verdicts of its comparisons, and dots of the effects."""
-    answers = {one.name: one.answers[lab.name] for one in students if lab.name in one.answers}
+    answers = {
+        student.name: student.answers[lab.name]
+        for student in students
+        if lab.name in student.answers
+    }
     compared = [question.id for question in lab.questions if isinstance(question, Compare)]
     rows = []
     for name, each in answers.items():

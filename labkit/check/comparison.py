@@ -76,14 +76,14 @@ class Change:
 def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
     """Return the change of each quantity that the run or its baseline has."""
     current = SessionTimes(run)
-    earlier = [SessionTimes(one) for one in baseline]
-    factors = [current.exchange / one.exchange for one in earlier]
+    earlier = [SessionTimes(saved) for saved in baseline]
+    factors = [current.exchange / times.exchange for times in earlier]
     # NaN, of a run without the exchange, is not larger: nothing shows that its cores have moved.
     is_moved = np.abs(np.log(factors)) > np.log(MOVED_FACTOR)
-    alike = [one for one, moved in zip(earlier, is_moved, strict=True) if not moved]
+    alike = [times for times, moved in zip(earlier, is_moved, strict=True) if not moved]
     blocker = _blocker(baseline, run)
-    names = list(dict.fromkeys(name for one in (current, *earlier) for name in one.names))
-    parallel = {name for one in (current, *earlier) for name in one.parallel}
+    names = list(dict.fromkeys(name for times in (current, *earlier) for name in times.names))
+    parallel = {name for times in (current, *earlier) for name in times.parallel}
     judged: dict[Any, dict[str, Any]] = {}
     # A single core does not feel where the others are, so it keeps the whole baseline.
     for group, runs in ((parallel, alike), (set(names) - parallel, earlier)):
@@ -94,13 +94,13 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
     for name in names:
         reason = blocker or current.missing_reason(name)
         if not reason and name not in judged:
-            times = f"{factors[-1]:.1f} times as long as in the baseline"
+            slower = f"{factors[-1]:.1f} times as long as in the baseline"
             reason = (
-                f"cores exchange data for {times}: the host moved them; `labkit check --save` adds"
+                f"cores exchange data for {slower}: the host moved them; `labkit check --save` adds"
                 " this state"
             )
         elif not reason and math.isnan(judged[name]["ratio"]):
-            reasons = filter(None, (one.missing_reason(name) for one in earlier))
+            reasons = filter(None, (times.missing_reason(name) for times in earlier))
             reason = f"{next(reasons, 'it was not measured')}, in the baseline"
         facts: dict[str, Any] = {"verdict": NOT_COMPARABLE, "reason": reason}
         if not reason:
@@ -115,8 +115,9 @@ def _blocker(baseline: Sequence[Run], run: Run) -> str:
     if not baseline:
         return "there is no baseline"
     # With the newest: it is what the machine was like before.
-    facts = [one for one in differences(baseline[-1], run) if one.forbids]
-    return join_words([f"{one.name}: {one.before} in the baseline, {one.now} now" for one in facts])
+    facts = [fact for fact in differences(baseline[-1], run) if fact.forbids]
+    texts = [f"{fact.name}: {fact.before} in the baseline, {fact.now} now" for fact in facts]
+    return join_words(texts)
 
 
 def _judge(
@@ -129,7 +130,10 @@ def _judge(
     """Return ratio, interval, smallest change and verdict of these quantities; NaN if missing."""
     n_runs = len(earlier)
     rounds = pd.concat(
-        [one.rounds for one in (*earlier, current)], axis=1, keys=range(n_runs + 1), names=["run"]
+        [times.rounds for times in (*earlier, current)],
+        axis=1,
+        keys=range(n_runs + 1),
+        names=["run"],
     )
     remaining = _subtract_shared_change(rounds, names, parallel)
     sessions = remaining.T.groupby(level=["run", "session"]).median()
@@ -140,7 +144,7 @@ def _judge(
     explained = ((ERROR_OVER_MAD * deviations) ** 2 / by_run.count()).mean()
     # The noise within a round is no change either.
     table = judge_levels(levels.T, explained, current.noise.reindex(names), n_compared=n_compared)
-    whole = current.medians - pd.concat([one.medians for one in earlier], axis=1).mean(axis=1)
+    whole = current.medians - pd.concat([times.medians for times in earlier], axis=1).mean(axis=1)
     return table.assign(shared=np.exp(whole.reindex(names)) / table["ratio"])
 
 

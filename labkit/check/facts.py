@@ -1,7 +1,6 @@
 """Facts in which two checks differ: of the machine, or of its software."""
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +26,17 @@ class Difference:
 
 def differences(before: Run, now: Run) -> list[Difference]:
     """Return the facts in which two runs differ, those that forbid a comparison first."""
-    return [
-        *_compare_facts(_describe_measured(before), _describe_measured(now), forbids=True),
-        *_compare_facts(_describe_software(before), _describe_software(now), forbids=False),
-    ]
-
-
-def _compare_facts(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, forbids: bool
-) -> Iterator[Difference]:
-    for name in dict.fromkeys((*before, *now)):
-        # As text: a version of None in one run and a missing one in an older run are the same.
-        then = str(before.get(name) or "none")
-        today = str(now.get(name) or "none")
-        if then != today:
-            yield Difference(name, then, today, forbids)
+    result = []
+    for describe, forbids in ((_describe_measured, True), (_describe_software, False)):
+        facts_before = describe(before)
+        facts_now = describe(now)
+        for name in dict.fromkeys((*facts_before, *facts_now)):
+            # As text: a version of None in one run and a missing one in another are the same.
+            then = str(facts_before.get(name) or "none")
+            today = str(facts_now.get(name) or "none")
+            if then != today:
+                result.append(Difference(name, then, today, forbids))
+    return result
 
 
 def describe_hardware(machine: Machine) -> dict[str, Any]:
@@ -69,7 +64,7 @@ def has_lost_hardware(before: Run, now: Run) -> bool:
 
 def is_same_machine(before: Run, now: Run) -> bool:
     """Return whether times of two runs may be compared."""
-    return not any(one.forbids for one in differences(before, now))
+    return not any(difference.forbids for difference in differences(before, now))
 
 
 def is_alike(newest: Run, run: Run) -> bool:

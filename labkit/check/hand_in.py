@@ -5,14 +5,13 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from labkit.check.archives import CARD, MAX_BYTES, write_zip
+from labkit.check.archives import CARD, MAX_BYTES, newest_run, write_zip
 from labkit.lab.commands.console import err
 from labkit.lab.config import ParameterError
+from labkit.lab.pages.record import read_record
 from labkit.lab.pages.report import export_page
 from labkit.lab.project import project_root, runs_directory
 from labkit.lab.runs.store import Run
@@ -20,7 +19,6 @@ from labkit.lab.user_checks import check_file
 from labkit.machine.description import describe_machine
 from labkit.studies import load_lab
 
-CLOCK_TOLERANCE = timedelta(hours=1)
 # Characters without a shape of their own that belong to names, as in Hindi and Persian.
 JOINERS = "\u200c\u200d"
 # Who types these means a path, or copied a page.
@@ -62,7 +60,7 @@ def write_hand_in(
             page = _page_of_run(lab, run)
             if page is not None:
                 files[f"{lab}/{lab}.html"] = page
-    path = folder / f"hand-in-{file_name_of(name)}.zip"
+    path = folder / f"hand-in-{safe_file_name(name)}.zip"
     write_zip(path, files)
     return path
 
@@ -73,10 +71,14 @@ def normalize_name(name: str) -> str:
     Keyboards differ in how they type an accent, and what is copied brings marks of direction along.
     ParameterError for a name without letters, or with characters that no name has.
     """
-    seen = "".join(one for one in name if unicodedata.category(one) != "Cf" or one in JOINERS)
+    seen = "".join(
+        character
+        for character in name
+        if unicodedata.category(character) != "Cf" or character in JOINERS
+    )
     normal = " ".join(unicodedata.normalize("NFC", seen).split())
     # Categories of Unicode: letters (L), digits (N), control characters and the like (C).
-    kinds = {unicodedata.category(one)[0] for one in normal if one not in JOINERS}
+    kinds = {unicodedata.category(character)[0] for character in normal if character not in JOINERS}
     is_known = "C" not in kinds and not set(normal) & set(NOT_IN_NAMES)
     if not (is_known and kinds & {"L", "N"} and len(normal) <= 64):
         raise ParameterError(
@@ -86,7 +88,7 @@ def normalize_name(name: str) -> str:
     return normal
 
 
-def file_name_of(name: str) -> str:
+def safe_file_name(name: str) -> str:
     """Return a name for files: ASCII, which every system and platform keeps, and unique."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
     safe = re.sub(r"[^A-Za-z0-9]+", "-", plain).strip("-")
@@ -132,14 +134,6 @@ def _file_names(paths: Sequence[Path]) -> Iterator[str]:
         yield name
 
 
-def newest_run(lab: str) -> Path | None:
-    """Return the newest run of a lab, or None."""
-    # A run from the future was begun before the clock was set back: any other one is newer.
-    runs = sorted((runs_directory() / lab).glob("*.jsonl"))
-    limit = f"{datetime.now(UTC) + CLOCK_TOLERANCE:%Y%m%dT%H%M%SZ}"
-    return max((run for run in runs if run.name < limit), default=max(runs, default=None))
-
-
 def _page_of_notebook(path: Path, text: str, labs: Sequence[str]) -> str | None:
     """Return a student's notebook as a page; None if it opens none of the labs, or is too odd."""
     lab = next((lab for lab in labs if f"labkit.studies.{lab}." in text), None)
@@ -159,10 +153,7 @@ def _page_of_notebook(path: Path, text: str, labs: Sequence[str]) -> str | None:
 def _page_of_run(lab: str, run: Path) -> str | None:
     """Return the lab's page if it shows this run, or None: another run's would mislead."""
     page = project_root() / "reports" / f"{lab}.html"
-    try:
-        record: Any = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
-        text = page.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+    shown = read_record(load_lab(lab), page.with_suffix(".json")).run
+    if shown is None or Path(shown).name != run.name or not page.is_file():
         return None
-    shown = record.get("run") if isinstance(record, dict) else None
-    return text if isinstance(shown, str) and Path(shown).name == run.name else None
+    return page.read_text(encoding="utf-8", errors="replace")

@@ -45,7 +45,7 @@ class TrainingChange:
     @property
     def blockers(self) -> list[Difference]:
         """Differences of the machine: its times are those of another machine."""
-        return [one for one in self.differences if one.forbids]
+        return [difference for difference in self.differences if difference.forbids]
 
     @property
     def is_slower(self) -> bool:
@@ -75,13 +75,15 @@ def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:
     """
     runs = (*baseline, run)
     speeds = _slowness(runs)
-    samples = [_at_equal_speed(one, speed) for one, speed in zip(runs, speeds, strict=True)]
-    logs = [one.assign(log=np.log(one["seconds"])).groupby("part")["log"] for one in samples]
-    levels = pd.concat([one.median() for one in logs], axis=1, keys=range(len(logs)))
+    samples = [_at_equal_speed(each, speed) for each, speed in zip(runs, speeds, strict=True)]
+    logs = [
+        sample.assign(log=np.log(sample["seconds"])).groupby("part")["log"] for sample in samples
+    ]
+    levels = pd.concat([log.median() for log in logs], axis=1, keys=range(len(logs)))
     shares = np.exp(levels - levels.loc[STEP]).max(axis=1)
     levels = levels[shares >= MIN_SHARE]
-    explained = pd.concat([one.agg(_median_variance) for one in logs], axis=1).mean(axis=1)
-    explained = explained[levels.index]
+    variances = [log.agg(_median_variance) for log in logs]
+    explained = pd.concat(variances, axis=1).mean(axis=1)[levels.index]
     # Parts are timed once per repeat: unlike a check's quantities, they have no second turn.
     noise = pd.Series(0.0, index=levels.index)
     return judge_levels(levels, explained, noise, n_compared=len(levels))
@@ -130,14 +132,14 @@ def load_trainings(run: Run) -> list[Run]:
         # Another version of labkit may have written it.
         with suppress(RunFileError):
             saved.append(Run.load(path))
-    saved = [one for one in saved if _setup_of(one) == _setup_of(run)]
+    saved = [earlier for earlier in saved if _describe_setup(earlier) == _describe_setup(run)]
     if not saved:
         return []
     newest = saved[-1]
-    return [one for one in saved if is_alike(newest, one)]
+    return [earlier for earlier in saved if is_alike(newest, earlier)]
 
 
-def _setup_of(run: Run) -> list[Any]:
+def _describe_setup(run: Run) -> list[Any]:
     """Return file, function and arguments of a run's setup."""
     point = next(iter(run.header.planned.values()))
     return [point["file"], point["arguments"]]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from labkit.lab.commands.console import (
+    Json,
     answer_numbers,
     err,
     number,
@@ -52,9 +53,7 @@ def try_training(
     save: Annotated[
         bool, typer.Option("--save", help="Add this run to the baseline of this training.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure your own training, and try changes to it: right first, then how much faster.
 

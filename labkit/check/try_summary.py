@@ -1,14 +1,24 @@
 """What `labkit try` prints: the step, changes, values of an argument, ranks, and the baseline."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from labkit.check.trainings import MIN_RUNS, TrainingChange
 from labkit.lab.commands.console import print_table
 from labkit.lab.project import runs_directory
+from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_flops, format_seconds
-
-if TYPE_CHECKING:
-    from labkit.check.trainings import TrainingChange
-    from labkit.lab.runs.store import Run
+from labkit.studies.your_training import lab
+from labkit.studies.your_training.gains import (
+    ARGUMENT,
+    CHANGE,
+    argument_times,
+    describe_effects,
+    describe_gain,
+    fits,
+    gains,
+    sdpa_gains,
+)
+from labkit.studies.your_training.rank_tables import STRATEGY, lateness, scaling
 
 
 class Summary:
@@ -20,31 +30,17 @@ class Summary:
 
     def print_step(self, name: str | None) -> None:
         """Print what a step costs once its point of this run has ended."""
-        from labkit.lab.runs.store import Run
-        from labkit.studies.your_training.lab import LAB, found
-
-        path = runs_directory() / LAB.name / f"{name}.jsonl"
+        path = runs_directory() / lab.LAB.name / f"{name}.jsonl"
         if self._has_step or name is None or not path.exists():
             return
         # While the changes are still measured: a run can be read at any moment.
         run = Run.load(path)
-        if len(found(run.results())) and run.ends:
+        if len(lab.found(run.results())) and run.ends:
             self._has_step = True
             _print_step(self._console, run)
 
-    def finish(self, run: "Run") -> None:
+    def finish(self, run: Run) -> None:
         """Print the changes, why others were not measured, and where the run is."""
-        from labkit.studies.your_training.gains import (
-            ARGUMENT,
-            CHANGE,
-            describe_effects,
-            describe_gain,
-            gains,
-            sdpa_gains,
-        )
-        from labkit.studies.your_training.lab import LAB
-        from labkit.studies.your_training.rank_tables import STRATEGY
-
         if not self._has_step:
             _print_step(self._console, run)
         if run.is_busy:
@@ -65,7 +61,7 @@ class Summary:
         _print_arguments(self._console, run)
         _print_ranks(self._console, run)
         failures = [*CHANGE.failures(run.frame()), *ARGUMENT.failures(run.frame())]
-        failures += STRATEGY.failures(run.frame(), names=LAB.names)
+        failures += STRATEGY.failures(run.frame(), names=lab.LAB.names)
         for note in failures:
             if note.status != "refused":
                 names = ", ".join(note.names)
@@ -74,10 +70,8 @@ class Summary:
             self._console.print(f"not measured: {note.reason}")
         self._console.print(f"page     labkit report --run {run.name}")
 
-    def print_change(self, change: "TrainingChange", run: "Run") -> None:
+    def print_change(self, change: TrainingChange, run: Run) -> None:
         """Print what changed from the baseline to a run, and what may explain it."""
-        from labkit.check.trainings import MIN_RUNS
-
         newest = change.baseline[-1]
         n_runs = counted(len(change.baseline), "run")
         about = f"since the baseline ({n_runs}, the newest of {newest.header.started:%Y-%m-%d})"
@@ -104,9 +98,8 @@ class Summary:
             )
 
 
-def _print_step(console: Any, run: "Run") -> None:
+def _print_step(console: Any, run: Run) -> None:
     """Print what the setup returned, and what a step costs."""
-    from labkit.studies.your_training import lab
 
     results = run.results()
     console.print(f"found    {describe_found(run)}")
@@ -134,9 +127,8 @@ def _print_step(console: Any, run: "Run") -> None:
         console.print(f"memory   peak {peak}; most: {held}")
 
 
-def _print_arguments(console: Any, run: "Run") -> None:
+def _print_arguments(console: Any, run: Run) -> None:
     """Print seconds per sample by value of a swept argument, and the largest batch that fits."""
-    from labkit.studies.your_training.gains import argument_times, fits
 
     results = run.results()
     for row in fits(results).to_dict("records"):
@@ -159,10 +151,8 @@ def _print_arguments(console: Any, run: "Run") -> None:
     print_table(rows, console=console)
 
 
-def _print_ranks(console: Any, run: "Run") -> None:
+def _print_ranks(console: Any, run: Run) -> None:
     """Print what each strategy does on several ranks, and which rank is late."""
-    from labkit.studies.your_training import lab
-    from labkit.studies.your_training.rank_tables import lateness, scaling
 
     results = run.results()
     refused = results.rows(["reason", "strategy"], sweep="ranks", status="refused")
@@ -194,9 +184,8 @@ def _print_ranks(console: Any, run: "Run") -> None:
         console.print(f"late     rank {row['rank']}: {later}")
 
 
-def describe_found(run: "Run") -> str:
+def describe_found(run: Run) -> str:
     """What the setup returned: "GPT, 4.9M parameters; batch 8 x 128; AdamW; ..."."""
-    from labkit.studies.your_training import lab
 
     found = lab.found(run.results()).iloc[0]
     optimizer = str(found["optimizer"])

@@ -235,7 +235,7 @@ class TimedPoint(Point):
 # How often and how long something is measured, and on which random numbers: points and runs that
 # differ in these alone did the same work. By `ratio_within`, a width of intervals, rounds ended
 # before `gain` planned them: older runs have it.
-REPETITION = {one.name for one in fields(TimedPoint)} - {one.name for one in fields(Point)}
+REPETITION = {field.name for field in fields(TimedPoint)} - {field.name for field in fields(Point)}
 REPETITION |= {"timeout_s", "sessions", "budget_s", "ratio_within"}
 
 

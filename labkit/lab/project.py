@@ -106,15 +106,6 @@ def lock_file(descriptor: int, path: Path) -> None:
         ) from None
 
 
-def check_page(page: Path) -> None:
-    """ParameterError unless `--output` names an HTML file that can be written."""
-    from labkit.lab.config import ParameterError
-
-    if page.suffix not in (".html", ".htm") or page.is_dir():
-        raise ParameterError(f"expected --output to name an .html file, got {str(page)[-80:]!r}")
-    check_writable(page.parent)
-
-
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. OSError with the file's name if that fails."""
     if isinstance(content, str):

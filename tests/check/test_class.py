@@ -16,6 +16,7 @@ from labkit.check.grades import Severity
 from labkit.check.hand_in import write_hand_in
 from labkit.check.student import student_notebook
 from labkit.lab.config import ParameterError
+from labkit.lab.pages.record import PageRecord
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.user_checks import AlternativeCheck, save_check
 from labkit.machine.description import describe_machine
@@ -390,7 +391,8 @@ def test_notebooks_of_one_name_are_both_handed_in_and_an_older_runs_page_is_not(
     page.write_text("<html>")
 
     def names(shown):
-        page.with_suffix(".json").write_text(json.dumps({"run": f"data/runs/all_reduce/{shown}"}))
+        record = PageRecord(lab="all_reduce", run=f"data/runs/all_reduce/{shown}")
+        page.with_suffix(".json").write_text(record.model_dump_json())
         return zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home, paths)).namelist()
 
     old = names("20200101T000000Z-x-quick.jsonl")
@@ -413,7 +415,8 @@ def test_a_hand_in_names_neither_host_nor_folders(home):
     page = home / "reports" / "all_reduce.html"
     page.parent.mkdir()
     page.write_text(f"<p>{describe_machine().host}</p><img src='data:image/png;base64,ab+/cd/ef'>")
-    page.with_suffix(".json").write_text(json.dumps({"run": run.name}))
+    record = PageRecord(lab="all_reduce", run=run.name)
+    page.with_suffix(".json").write_text(record.model_dump_json())
     with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home)) as archive:
         text, html = (
             archive.read(f"all_reduce/{name}").decode() for name in ("run.jsonl", "all_reduce.html")

@@ -12,7 +12,7 @@ from labkit.lab.figures import Lines
 from labkit.lab.figures.draw import draw_frame
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import piece
-from labkit.lab.pages.provenance import provenance_rows
+from labkit.lab.pages.record import provenance_rows
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from labkit.lab.runs.progress import Progress
     from labkit.lab.runs.store import Run
 
+# Options of several commands.
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
+]
 # Of the JSON documents: a script can refuse one that it does not know.
 FORMAT = 1
 # Text is printed as it is: names may have brackets and colons, and long lines are the terminal's to

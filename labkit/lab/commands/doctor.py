@@ -21,17 +21,6 @@ SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 2**30
 
 
-def _small_shm_note() -> str:
-    """Note a small /dev/shm: labkit's ranks do without it, but not NCCL's and DataLoader's."""
-    if not SHM.is_dir():
-        return ""
-    n_bytes = shutil.disk_usage(SHM).total
-    if n_bytes >= MIN_SHM_BYTES:
-        return ""
-    size = format_bytes(n_bytes)
-    return f"; {SHM} has only {size}: NCCL and workers of a DataLoader may fail (--shm-size=1g)"
-
-
 def machine_rows() -> list[tuple[str, str]]:
     """Return facts about this machine that matter for measuring, as (name, value)."""
     machine = describe_machine()
@@ -56,7 +45,12 @@ def machine_rows() -> list[tuple[str, str]]:
         shared_memory = (
             f"not available ({reason}): CPU ranks send point to point, which takes longer"
         )
-    shared_memory += _small_shm_note()
+    # labkit's ranks do without /dev/shm, but not NCCL's and DataLoader's.
+    if SHM.is_dir() and shutil.disk_usage(SHM).total < MIN_SHM_BYTES:
+        size = format_bytes(shutil.disk_usage(SHM).total)
+        shared_memory += (
+            f"; {SHM} has only {size}: NCCL and workers of a DataLoader may fail (--shm-size=1g)"
+        )
     facts |= {"backends": ", ".join(backends), "shared memory": shared_memory}
     facts |= {"notebooks": str(notebooks_directory()), "results": f"below {project_root()}"}
     return list(facts.items())

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from labkit.lab.commands.console import err, number, out, print_json
+from labkit.lab.commands.console import Json, err, number, out, print_json
 from labkit.lab.config import ParameterError
 from labkit.lab.project import is_full_disk, reference_directory
 
@@ -26,9 +26,7 @@ def predict(
     output: Annotated[
         Path | None, typer.Option(help="File of the predictions.", show_default="printed")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
     from labkit.scaling.prediction import predict_rows

@@ -37,7 +37,12 @@ def draw_bars(figure: Bars, data: pd.DataFrame) -> Plot:
     n_places = [max(2, rows[figure.x].nunique()) for _, rows in panels]
     width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(n_places) + style.MARGIN_INCHES))
     canvas = Canvas(figsize=(width, style.PANEL_HEIGHT))
-    tops = [_top(figure, rows) for _, rows in panels]
+    tops = []
+    for _, rows in panels:
+        heights = rows[figure.value].abs()
+        if figure.stacked:
+            heights = heights.groupby(rows[figure.x]).sum()
+        tops.append(heights.max())
     is_shared = min(tops) >= MIN_TOP * max(tops)
     grid = canvas.subplots(1, len(panels), sharey=is_shared, squeeze=False, width_ratios=n_places)
     axes = list(grid[0])
@@ -57,12 +62,6 @@ def draw_bars(figure: Bars, data: pd.DataFrame) -> Plot:
         entries[column(figure.reference).axis] = Line2D([], [], **style.REFERENCE)
     style.add_legend(canvas, figure.color, entries)
     return Plot(canvas, data, marks)
-
-
-def _top(figure: Bars, rows: pd.DataFrame) -> float:
-    """Return the height of the highest bar."""
-    values = rows[figure.value].abs()
-    return float((values.groupby(rows[figure.x]).sum() if figure.stacked else values).max())
 
 
 def _draw_bar_panel(

@@ -148,7 +148,7 @@ def _assign(values: Iterable[Any], choices: Sequence[str]) -> dict[Any, str]:
         # Two names of one place may meet in a figure: the first one keeps it.
         if place < len(choices) and choices[place] not in result.values():
             result[name] = choices[place]
-    free = cycle([one for one in choices if one not in result.values()] or choices)
+    free = cycle([choice for choice in choices if choice not in result.values()] or choices)
     return {name: result.get(name) or next(free) for name in ordered}
 
 

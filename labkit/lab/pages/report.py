@@ -31,8 +31,7 @@ from labkit.lab.pages.html import (
     style_sheet,
     with_nonbreaking_units,
 )
-from labkit.lab.pages.provenance import RULE, provenance_rows
-from labkit.lab.pages.record import PageRecord, answered_run, notebook_run
+from labkit.lab.pages.record import RULE, PageRecord, answered_run, notebook_run, provenance_rows
 from labkit.lab.parameters import check_parameters, notebook_parameters, report_parameters
 from labkit.lab.project import (
     check_writable,
@@ -66,7 +65,7 @@ class LabResult:
 
 @dataclass(frozen=True)
 class PlannedPage:
-    """One lab of a report: its notebook, and what papermill sets in it."""
+    """One lab of a report: its notebook, and the parameters that are set in it."""
 
     study: Lab
     notebook: str
@@ -78,7 +77,7 @@ class PlannedPage:
 
     def with_config(self, values: Mapping[str, Any]) -> "PlannedPage":
         """Return the same page with these parameters of its lab."""
-        # papermill replaces the cell's `config` as a whole, so what the cell has goes along.
+        # The cell's `config` is replaced as a whole, so what it has goes along.
         config = self.parameters.get("config")
         if config is None:
             config = notebook_parameters(self.notebook, self.study.name)["config"]

@@ -128,7 +128,9 @@ def expected_lab_seconds(study: Lab, points: Sequence[Point], machine: Machine) 
     number is that of its recorded run, and no less than it plans. The recorded run found compiled
     code in a cache, and a run here took 64 s of the 28 that it had.
     """
-    seconds = [one for one in expected_seconds(study, points, machine).values() if one > 0]
+    seconds = [
+        point_s for point_s in expected_seconds(study, points, machine).values() if point_s > 0
+    ]
     if seconds:
         return seconds
     for run in newest_runs(recorded_directory() / study.name):
@@ -162,8 +164,12 @@ def with_more_rounds(study: Lab, config: LabConfig, more_s: float) -> LabConfig:
     if not 0 < more_s < math.inf:
         raise ParameterError(f"expected more seconds of rounds than 0, got more={more_s}")
     machine = describe_machine()
-    points = [one for one in study.plan(config, machine) if one.skip_reason(machine) is None]
-    rounds_s = sum(map(_rounds_s, points))
+    points = [point for point in study.plan(config, machine) if point.skip_reason(machine) is None]
+    # Points without rounds, or without a limit of their time, have none to share.
+    rounds_s = sum(
+        getattr(point, "contests", 0) * (getattr(point, "rounds_s", None) or 0.0)
+        for point in points
+    )
     # The more rounds, the more of both limits: either may be what ended them.
     values = config.model_dump()
     if not rounds_s or values.get("rounds_s") is None:
@@ -174,11 +180,6 @@ def with_more_rounds(study: Lab, config: LabConfig, more_s: float) -> LabConfig:
         "repeats": math.ceil(factor * values["repeats"]),
     }
     return config.model_copy(update=longer)
-
-
-def _rounds_s(point: Point) -> float:
-    """Return the seconds that all rounds of a point may take; 0 without a limit."""
-    return getattr(point, "contests", 0) * (getattr(point, "rounds_s", None) or 0.0)
 
 
 def _elapsed(run: Run, pace: float = 1.0) -> dict[str, Elapsed]:
@@ -198,5 +199,9 @@ def _key(about: Mapping[str, object]) -> str:
 
 def _kind(point: Point) -> str:
     """Name a point's kind by its names, such as a sweep or a device, but for models."""
-    values = (getattr(point, one.name) for one in fields(point) if one.name not in MODEL_FIELDS)
+    values = (
+        getattr(point, attribute.name)
+        for attribute in fields(point)
+        if attribute.name not in MODEL_FIELDS
+    )
     return " ".join(value for value in values if isinstance(value, str))
