@@ -16,12 +16,11 @@ import pandas as pd
 
 from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError, nearest
-from labkit.lab.declaration import Lab
+from labkit.lab.declaration import Lab, Task
 from labkit.lab.facts import BAD, Answer, Status
 from labkit.lab.project import project_root, write_file
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.lab.task import Task
 from labkit.lab.units import format_factor, labels
 from labkit.lab.user_calls import Calls, describe_calls, last_calls, read_calls
 from labkit.lab.user_worker import Plugins

@@ -1,6 +1,6 @@
 """Tasks for a class, one per lab that takes a reader's code (`labkit notebook LAB --student`)."""
 
-from labkit.lab.task import COLLECTIVES, MESSAGES, Task
+from labkit.lab.declaration import COLLECTIVES, MESSAGES, Task
 
 RING = Task(
     name="A ring all-reduce",
