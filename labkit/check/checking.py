@@ -251,15 +251,15 @@ def _load_check(path: Path) -> Run:
 def _find_baseline_folder(machine: Machine) -> Path:
     """Return the folder of this host's baseline, or that of an equal machine if it has none."""
     # Containers and clouds give a machine another name at every start.
-    own = baseline_folder(machine)
-    if any(own.glob("*.jsonl")):
-        return own
+    local = baseline_folder(machine)
+    if any(local.glob("*.jsonl")):
+        return local
     # The newest baseline of equal hardware: memory and disk do not change what is compared.
-    for path in sorted(own.parent.glob("*/*.jsonl"), key=lambda path: path.name, reverse=True):
+    for path in sorted(local.parent.glob("*/*.jsonl"), key=lambda path: path.name, reverse=True):
         with suppress(RunFileError):
             if describe_hardware(Run.load(path).header.machine) == describe_hardware(machine):
                 return path.parent
-    return own
+    return local
 
 
 def no_baseline_reason(result: CheckResult) -> str | None:

@@ -84,9 +84,9 @@ def read_class(folder: Path) -> ClassFolder:
     for path in sorted(_files(folder)):
         file = str(path.relative_to(folder))
         if _is_zip(path):
-            inside = list(_read_zip(file, path.read_bytes))
-            hand_ins.extend(inside)
-            if not inside:
+            in_zip = list(_read_zip(file, path.read_bytes))
+            hand_ins.extend(in_zip)
+            if not in_zip:
                 others.append(file)
         elif not any(path.is_relative_to(root) for root in unzipped):
             others.append(file)

@@ -80,13 +80,13 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
     factors = [current.exchange / times.exchange for times in earlier]
     # NaN, of a run without the exchange, is not larger: nothing shows that its cores have moved.
     is_moved = np.abs(np.log(factors)) > np.log(MOVED_FACTOR)
-    alike = [times for times, moved in zip(earlier, is_moved, strict=True) if not moved]
+    unmoved = [times for times, moved in zip(earlier, is_moved, strict=True) if not moved]
     blocker = _blocker(baseline, run)
     names = list(dict.fromkeys(name for times in (current, *earlier) for name in times.names))
     parallel = {name for times in (current, *earlier) for name in times.parallel}
     judged: dict[Any, dict[str, Any]] = {}
     # A single core does not feel where the others are, so it keeps the whole baseline.
-    for group, runs in ((parallel, alike), (set(names) - parallel, earlier)):
+    for group, runs in ((parallel, unmoved), (set(names) - parallel, earlier)):
         if runs and group and not blocker:
             table = _judge(current, runs, sorted(group), parallel, len(names))
             judged |= table.to_dict("index")
@@ -144,8 +144,8 @@ def _judge(
     explained = ((ERROR_OVER_MAD * deviations) ** 2 / by_run.count()).mean()
     # The noise within a round is no change either.
     table = judge_levels(levels.T, explained, current.noise.reindex(names), n_compared=n_compared)
-    whole = current.medians - pd.concat([times.medians for times in earlier], axis=1).mean(axis=1)
-    return table.assign(shared=np.exp(whole.reindex(names)) / table["ratio"])
+    total = current.medians - pd.concat([times.medians for times in earlier], axis=1).mean(axis=1)
+    return table.assign(shared=np.exp(total.reindex(names)) / table["ratio"])
 
 
 def judge_levels(

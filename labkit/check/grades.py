@@ -165,10 +165,10 @@ def _grade(
     ratio = ""
     results: list[Correctness] = []
     if run is not None:
-        own = run.header.user_alternatives
+        user_names = run.header.user_alternatives
         machine = run.header.machine.label
-        ratio = _typical_ratio(lab, own, answers)
-        results = [result for result in verdicts(lab, run) if result.name in own]
+        ratio = _typical_ratio(lab, user_names, answers)
+        results = [result for result in verdicts(lab, run) if result.name in user_names]
     # The check knows more: code that hangs has no run, and runs do not count forbidden calls.
     if check is not None:
         return Grade(lab.name, check["verdict"], check["details"], ratio, machine)
@@ -180,13 +180,13 @@ def _grade(
     return Grade(lab.name, bad.verdict, str(bad.reason), ratio, machine)
 
 
-def _typical_ratio(lab: Lab, own: Sequence[str], answers: Mapping[str, Answer]) -> str:
+def _typical_ratio(lab: Lab, user_names: Sequence[str], answers: Mapping[str, Answer]) -> str:
     """Return the geometric mean of the first comparison's ratios of the student's alternatives."""
     for question in lab.questions:
         answer = answers.get(question.id)
         if not isinstance(question, Compare) or answer is None or answer.table is None:
             continue
-        rows = answer.table[answer.table[question.metric.compare].isin(own)]
+        rows = answer.table[answer.table[question.metric.compare].isin(user_names)]
         if len(rows):
             mean = math.exp(rows["ratio"].map(math.log).mean())
             return f"{mean:.2g} times {question.baseline}'s"
@@ -246,9 +246,9 @@ def _read_work(students: Sequence[Student], originals: set[str]) -> None:
     """Find the cells that each student wrote or changed."""
     for student in students:
         for file, cells in student.hand_in.notebooks.items():
-            own = list(_student_cells(cells, originals))
-            student.work += own
-            if not own:
+            written = list(_student_cells(cells, originals))
+            student.work += written
+            if not written:
                 student.flag(Severity.NOTHING, f"{file} is untouched")
         if not student.hand_in.notebooks and not student.hand_in.problems:
             student.flag(Severity.NOTHING, "no notebook")
@@ -283,8 +283,8 @@ def _flag_copies(students: Sequence[Student], originals: set[str]) -> None:
             own_lines = [line for line in text.splitlines() if line.strip() not in original_lines]
             if len(own_lines) >= MIN_COPIED_LINES:
                 groups["the same code", text].append(student)
-    for (same, *_), alike in groups.items():
-        for student in alike:
-            others = ", ".join(other.name for other in alike if other is not student)
+    for (same, *_), group in groups.items():
+        for student in group:
+            others = ", ".join(other.name for other in group if other is not student)
             if others:
                 student.flag(Severity.COPY, f"{same} as {others}: one of them is a copy")

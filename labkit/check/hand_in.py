@@ -71,14 +71,12 @@ def normalize_name(name: str) -> str:
     Keyboards differ in how they type an accent, and what is copied brings marks of direction along.
     ParameterError for a name without letters, or with characters that no name has.
     """
-    seen = "".join(
-        character
-        for character in name
-        if unicodedata.category(character) != "Cf" or character in JOINERS
+    visible = "".join(
+        char for char in name if unicodedata.category(char) != "Cf" or char in JOINERS
     )
-    normal = " ".join(unicodedata.normalize("NFC", seen).split())
+    normal = " ".join(unicodedata.normalize("NFC", visible).split())
     # Categories of Unicode: letters (L), digits (N), control characters and the like (C).
-    kinds = {unicodedata.category(character)[0] for character in normal if character not in JOINERS}
+    kinds = {unicodedata.category(char)[0] for char in normal if char not in JOINERS}
     is_known = "C" not in kinds and not set(normal) & set(NOT_IN_NAMES)
     if not (is_known and kinds & {"L", "N"} and len(normal) <= 64):
         raise ParameterError(

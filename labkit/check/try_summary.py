@@ -81,9 +81,9 @@ class Summary:
             return
         others = ", ".join(map(str, change.differences)) or "the same software"
         self._console.print(f"{about}: {others}; the machine is the same")
-        found_then = describe_found(newest)
+        found_then = describe_setup(newest)
         # The file may have changed, too.
-        if found_then != describe_found(run):
+        if found_then != describe_setup(run):
             self._console.print(f"  then     {found_then}")
         rows = []
         for part, row in change.parts.iterrows():
@@ -102,7 +102,7 @@ def _print_step(console: Any, run: Run) -> None:
     """Print what the setup returned, and what a step costs."""
 
     results = run.results()
-    console.print(f"found    {describe_found(run)}")
+    console.print(f"found    {describe_setup(run)}")
     parts = lab.parts(results).to_dict("records")
     # The last row is the step, the sum of the others.
     step = parts.pop()
@@ -184,26 +184,26 @@ def _print_ranks(console: Any, run: Run) -> None:
         console.print(f"late     rank {row['rank']}: {later}")
 
 
-def describe_found(run: Run) -> str:
+def describe_setup(run: Run) -> str:
     """What the setup returned: "GPT, 4.9M parameters; batch 8 x 128; AdamW; ..."."""
 
-    found = lab.found(run.results()).iloc[0]
-    optimizer = str(found["optimizer"])
-    if not found["has_own_optimizer"]:
+    setup = lab.found(run.results()).iloc[0]
+    optimizer = str(setup["optimizer"])
+    if not setup["has_own_optimizer"]:
         optimizer += " (the setup has none)"
-    batches = str(found["batches"])
+    batches = str(setup["batches"])
     if batches == "DataLoader":
-        workers = int(found["loader_workers"])
+        workers = int(setup["loader_workers"])
         batches += f" with {workers} workers" if workers else " without workers"
     # Small models in parameters: 0.0052M would be read twice.
-    n_parameters = int(found["n_parameters"])
+    n_parameters = int(setup["n_parameters"])
     size = f"{n_parameters / 1e6:.3g}M" if n_parameters >= 100_000 else f"{n_parameters:,}"
     words = [
-        f"{found['model']}, {size} parameters",
-        f"batch {found['batch_shape']}",
+        f"{setup['model']}, {size} parameters",
+        f"batch {setup['batch_shape']}",
         optimizer,
         batches,
     ]
-    if found["without_gradient"]:
-        words.append(f"no gradient reaches {found['without_gradient']}")
+    if setup["without_gradient"]:
+        words.append(f"no gradient reaches {setup['without_gradient']}")
     return "; ".join(words)

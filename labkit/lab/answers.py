@@ -209,8 +209,8 @@ class Compare(Question):
         keys = list(self.metric.configuration)
         faster = find_faster(table, rows, keys)
         return tuple(
-            (self._name(name, results), find_region(rows, rows.loc[some["index"]], keys))
-            for name, some in faster.groupby(self.metric.compare, sort=False)
+            (self._name(name, results), find_region(rows, rows.loc[beaten["index"]], keys))
+            for name, beaten in faster.groupby(self.metric.compare, sort=False)
         )
 
     def _name(self, alternative: Any, results: Results) -> str:

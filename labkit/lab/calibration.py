@@ -79,13 +79,13 @@ def describe_calibration(run: Run) -> str:
     return text
 
 
-def _is_usable(run: Run, here: Machine) -> bool:
+def _is_usable(run: Run, machine: Machine) -> bool:
     """Return whether predictions may use a run: complete, of this machine, and large enough."""
-    there = run.header.machine
+    measured = run.header.machine
     # Rates depend on the cores that a container gives, and on torch's kernels.
-    if there.identity != here.identity or there.cores != here.cores:
+    if measured.identity != machine.identity or measured.cores != machine.cores:
         return False
-    if there.versions.get("torch") != here.versions.get("torch"):
+    if measured.versions.get("torch") != machine.versions.get("torch"):
         return False
     if run.pending or run.header.profile == "smoke":
         return False
@@ -103,12 +103,14 @@ def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
     products = _least(PRODUCTS, frame)
     memory = _least(MEMORY, frame)
     products = products[products["shape"].str.startswith("square")]
-    for device, some in products.groupby("device"):
-        here = memory[memory["device"] == device]
+    for device, squares in products.groupby("device"):
+        of_device = memory[memory["device"] == device]
         # Into new memory, as the operators of a training write their results.
-        additions = _curve(here[here["operation"] == NEW], "bytes")
+        additions = _curve(of_device[of_device["operation"] == NEW], "bytes")
         if additions:
-            curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
+            curves = {
+                str(dtype): _faster_with_size(rows) for dtype, rows in squares.groupby("dtype")
+            }
             yield costs.Rates(
                 device=str(device),
                 products=curves,

@@ -123,11 +123,11 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
     for run in sorted(runs, key=lambda run: len(run.pending)):
         header = run.header
         content = (header.lab, header.started, *header.machine.identity, *header.planned)
-        whole = by_content.setdefault(content, run)
-        if whole.path.resolve() != run.path.resolve():
-            copies[str(run.path)] = f"a copy of {whole.path}"
-            if len(run.pending) > len(whole.pending):
-                copies[str(run.path)] = f"a partial copy of {whole.path}"
+        original = by_content.setdefault(content, run)
+        if original.path.resolve() != run.path.resolve():
+            copies[str(run.path)] = f"a copy of {original.path}"
+            if len(run.pending) > len(original.pending):
+                copies[str(run.path)] = f"a partial copy of {original.path}"
     return [run for run in runs if run in by_content.values()], copies
 
 

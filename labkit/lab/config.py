@@ -186,8 +186,8 @@ def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
     """Say the first of pydantic's errors in one line, with the value that the profile has."""
     # The first is enough: a union reports one problem per member.
     problem = error.errors(include_url=False)[0]
-    name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
-    place = "".join(f" (item {number})" for number in inside[:1])
+    name, *positions = [str(part) for part in problem["loc"]] or ["parameters"]
+    place = "".join(f" (item {number})" for number in positions[:1])
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     # What was got stands before the suggestion.
     message, hints, hint = message.partition(" (did you mean")

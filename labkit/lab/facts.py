@@ -180,12 +180,12 @@ def find_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -
         return None
     for name in along:
         values = table[name]
-        theirs = set(rows[name])
+        selected = set(rows[name])
         # A value that better and other configurations share tells nothing about where it is better.
-        if values.nunique() < 2 or (values.isin(theirs) != table.index.isin(rows.index)).any():
+        if values.nunique() < 2 or (values.isin(selected) != table.index.isin(rows.index)).any():
             continue
         ordered = sorted(set(values))
-        chosen = tuple(sorted(theirs))
+        chosen = tuple(sorted(selected))
         # Names have no order, so "from" and "up to" mean nothing for them.
         if isinstance(ordered[0], str | bool):
             return Region(name, "among", chosen)

@@ -221,13 +221,15 @@ class Metric:
         has_value = by_point[self.value].transform("count") > 0
         rows = rows[rows["reason"].notna() & ((rows["status"] == "wrong") | ~has_value)]
         groups = rows.groupby(["status", "reason"], sort=False)[self.compare]
-        said = names or {}
+        texts = names or {}
         notes = [
             Note(
                 status,
                 str(reason),
-                tuple(said.get(name) or label(self.compare, name) for name in alike.unique()),
+                tuple(
+                    texts.get(name) or label(self.compare, name) for name in alternatives.unique()
+                ),
             )
-            for (status, reason), alike in groups
+            for (status, reason), alternatives in groups
         ]
         return tuple(sorted(notes, key=lambda note: STATUSES.index(note.status)))

@@ -111,8 +111,8 @@ class Point:
         numbers only.
         """
         others = ((name, value) for name, value in self._lab_fields() if name not in MODEL_FIELDS)
-        alike = [value for name, value in others if isinstance(value, str) or name in BATCH]
-        group = (self.world_size, self.backend, self.scheduling, *alike)
+        names = [value for name, value in others if isinstance(value, str) or name in BATCH]
+        group = (self.world_size, self.backend, self.scheduling, *names)
         if not self.needed_bytes:
             return None
         return group, self.needed_bytes
@@ -189,11 +189,11 @@ class Point:
     def _lab_fields(self) -> Iterator[tuple[str, Any]]:
         """Return names and values of the fields that a lab adds, device and batch last."""
         common = {field.name for field in fields(SessionPoint)}
-        own = [field.name for field in fields(self) if field.name not in common]
+        lab_names = [field.name for field in fields(self) if field.name not in common]
         return (
             (name, getattr(self, name))
             # What a point is about comes first in its title.
-            for name in sorted(own, key=lambda name: name in ("device", *BATCH))
+            for name in sorted(lab_names, key=lambda name: name in ("device", *BATCH))
         )
 
 

@@ -114,7 +114,7 @@ class Column:
     """Formats a value."""
     label: str = "{title} {value}"
     """A value on its own."""
-    one: str = ""
+    singular: str = ""
     """Label of the value 1, if it differs."""
     doubles: bool = False
     """Whether values double along an axis."""
@@ -239,8 +239,8 @@ def label(name: str, value: Any) -> str:
         return about.title if value else f"not {about.title}"
     if not isinstance(value, Real):
         return f"{about.title} {value}"
-    if value == 1 and about.one:
-        return about.one
+    if value == 1 and about.singular:
+        return about.singular
     return about.label.format(title=about.title, value=about.form(float(value)))
 
 

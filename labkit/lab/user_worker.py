@@ -53,7 +53,9 @@ def run_counted(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the worker's rows, then one with the calls of the alternatives' code on this rank."""
     with counted_calls(plugins.noted or (), plugins.notes) as counter:
-        wrapped = {name: counter.wrap(one) for name, one in plugins.alternatives.items()}
+        wrapped = {
+            name: counter.wrap(alternative) for name, alternative in plugins.alternatives.items()
+        }
         yield from run_with_plugins(
             register, replace(plugins, alternatives=wrapped), worker, point, **options
         )

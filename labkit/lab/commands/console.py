@@ -277,11 +277,11 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
             yield number(name, None, validity=headline, **facts)
             continue
         facts["validity"] = run_validity(run)
-        said: dict[str, Any] = {"verdict": answer.verdict, "headline": headline}
-        said["notes"] = wording.notes(answer)
+        summary: dict[str, Any] = {"verdict": answer.verdict, "headline": headline}
+        summary["notes"] = wording.notes(answer)
         # 1 is that of an answer without a ratio, and of no difference.
         effect = answer.effect if answer.effect != 1 else None
-        yield number(name, effect, **facts, **said)
+        yield number(name, effect, **facts, **summary)
         if isinstance(answer, Comparison) and answer.overall is not None:
             pooled = answer.overall
             over_all = f"{name}: over all {pooled.n} configurations"

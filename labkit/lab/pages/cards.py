@@ -163,17 +163,17 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
 def render_source(studied: Any) -> Piece:
     """Return the source of a function, method, class or module. ParameterError if it has none."""
     # Of what a `partial` or a decorator wraps: their own source says nothing.
-    inside = inspect.unwrap(getattr(studied, "func", studied))
+    function = inspect.unwrap(getattr(studied, "func", studied))
     try:
-        lines, first = inspect.getsourcelines(inside)
-        file = Path(inspect.getsourcefile(inside) or "")
+        lines, first = inspect.getsourcelines(function)
+        file = Path(inspect.getsourcefile(function) or "")
     except (TypeError, OSError):
         raise ParameterError(
             f"expected a function or class of a module, got {studied!r:.80}"
         ) from None
     about = {
         # Modules and callable objects have no qualified name.
-        "function": getattr(inside, "__qualname__", getattr(inside, "__name__", "source")),
+        "function": getattr(function, "__qualname__", getattr(function, "__name__", "source")),
         "place": f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook",
         "code": Markup(
             highlight(dedent("".join(lines)).rstrip(), PythonLexer(), HtmlFormatter(wrapcode=True))

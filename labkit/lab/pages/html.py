@@ -72,12 +72,12 @@ def script_hash() -> str:
 @cache
 def code_style(scope: str = "") -> str:
     """Pygments' colors for light and dark pages, limited to the elements inside `scope`."""
-    inside = f"{scope} .highlight".strip()
-    light = HtmlFormatter(style="default").get_style_defs(inside)
-    dark = HtmlFormatter(style="github-dark").get_style_defs(inside)
+    selector = f"{scope} .highlight".strip()
+    light = HtmlFormatter(style="default").get_style_defs(selector)
+    dark = HtmlFormatter(style="github-dark").get_style_defs(selector)
     # Paper is white, whatever the screen prefers.
     in_dark = f"@media screen and (prefers-color-scheme: dark) {{ {dark} }}"
-    return f"{inside} {{ color: #1c2024 }}\n{light}\n{in_dark}"
+    return f"{selector} {{ color: #1c2024 }}\n{light}\n{in_dark}"
 
 
 def mark_code(text: str) -> Markup:

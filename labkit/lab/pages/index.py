@@ -114,9 +114,9 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
         else:
             missing.append(lab.title)
     # Pages may be copied together from several machines: only this one's runs recommend.
-    here = [entry for entry in entries if entry.is_here]
-    busy = [entry.lab.title for entry in here if entry.is_busy]
-    usable = [entry for entry in here if not entry.is_busy and entry.example is None]
+    local = [entry for entry in entries if entry.is_here]
+    busy = [entry.lab.title for entry in local if entry.is_busy]
+    usable = [entry for entry in local if not entry.is_busy and entry.example is None]
     answers = [answered for entry in usable for answered in entry.answers]
     code = next(filter(None, (combined_code(entry.run) for entry in usable if entry.run)), None)
     # Not while labs are to come, whose answers it combines.

@@ -147,13 +147,13 @@ def slowness(calibration: Calibration | None, machine: Machine) -> float:
     if calibration is None or local is None or local.is_disturbed:
         return 1.0
     device = machine.device("auto")
-    here = local.rates_on(device)
-    there = calibration.rates_on(device)
-    if here is None or there is None:
+    local_rates = local.rates_on(device)
+    other_rates = calibration.rates_on(device)
+    if local_rates is None or other_rates is None:
         return 1.0
     # One of each kind: which of them bounds a lab's points is not known.
     ratios = [
-        here.operator_s(flops, n_bytes) / there.operator_s(flops, n_bytes)
+        local_rates.operator_s(flops, n_bytes) / other_rates.operator_s(flops, n_bytes)
         for flops, n_bytes in ((FLOPS, 0.0), (0.0, ADDED_BYTES))
     ]
     return float(np.exp(np.mean(np.log(ratios))))

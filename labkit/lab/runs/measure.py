@@ -226,14 +226,14 @@ def _check_same_setting(study: Lab, run: Run, layout: dict[str, list[int]] | Non
         raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
     if header.machine.identity != describe_machine().identity:
         instructions = header.machine.instructions or "unknown instructions"
-        there = f"{header.machine.label} ({header.machine.host}, {instructions})"
+        origin = f"{header.machine.label} ({header.machine.host}, {instructions})"
         raise RunFileError(
-            f"{run.path}: measured on {there}, and numbers of two machines do not mix"
+            f"{run.path}: measured on {origin}, and numbers of two machines do not mix"
         )
     if header.ranks_by_host != layout:
-        there = torchrun.describe_hosts(header.ranks_by_host)
+        origin = torchrun.describe_hosts(header.ranks_by_host)
         raise RunFileError(
-            f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix"
+            f"{run.path}: measured by {origin}, and numbers of two layouts of ranks do not mix"
         )
 
 
