@@ -48,7 +48,7 @@ class Recommendation:
 
 
 @dataclass(frozen=True)
-class Topic:
+class Choice:
     """A field of `Configuration`, and the question of a lab that decides it."""
 
     field: str
@@ -109,11 +109,11 @@ class Topic:
         return np.log(sizes / n_parameters(SIZES[model])).abs()
 
 
-TOPICS = (
-    Topic("precision", "precision", "autocast_speed", "model", {"mode": STEP}),
-    Topic("attention", "attention", "fastest", "sequence", {"dtype": "float32"}),
-    Topic("compiled", "training_step", "compile", "size", {"precision": "float32"}),
-    Topic("wrapper", "data_parallel", "fastest", "workload", {"world_size": 2}),
+CHOICES = (
+    Choice("precision", "precision", "autocast_speed", "model", {"mode": STEP}),
+    Choice("attention", "attention", "fastest", "sequence", {"dtype": "float32"}),
+    Choice("compiled", "training_step", "compile", "size", {"precision": "float32"}),
+    Choice("wrapper", "data_parallel", "fastest", "workload", {"world_size": 2}),
 )
 
 
@@ -121,18 +121,18 @@ def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Recom
     """Join what these runs, by lab, recommend; fields of labs without a run keep their default."""
     chosen = {}
     user_alternatives = {}
-    for topic in TOPICS:
-        if topic.lab in runs:
-            chosen[topic.field], name = topic.choose(runs[topic.lab], model, context_length)
+    for choice in CHOICES:
+        if choice.lab in runs:
+            chosen[choice.field], name = choice.choose(runs[choice.lab], model, context_length)
             if name is not None:
-                user_alternatives[topic.field] = name
+                user_alternatives[choice.field] = name
     return Recommendation(Configuration(**chosen), user_alternatives)
 
 
 def runs_here(machine: Machine) -> dict[str, Run]:
     """Return the newest runs of this machine that may recommend something, by lab."""
     runs: dict[str, Run] = {}
-    for lab in {topic.lab for topic in TOPICS}:
+    for lab in {choice.lab for choice in CHOICES}:
         # Recorded runs, too: the machine that recorded them may be this one.
         newest = newest_runs(runs_directory() / lab, recorded_directory() / lab)
         usable = next((run for run in newest if _may_recommend(run, machine)), None)

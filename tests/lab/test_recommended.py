@@ -11,7 +11,7 @@ import torch
 from labkit.costs.transformer import SIZES
 from labkit.lab import recommended
 from labkit.lab.answers import Compare
-from labkit.lab.recommended import TOPICS, Configuration, recommend, runs_here, write_code
+from labkit.lab.recommended import CHOICES, Configuration, recommend, runs_here, write_code
 from labkit.lab.runs.store import Run
 from labkit.machine.description import Gpu
 from labkit.nn.attention_implementations import IMPLEMENTATIONS as ATTENTION
@@ -52,7 +52,7 @@ def with_mine(lab, column, name):
 def test_an_alternative_of_the_readers_own_is_recommended_as_a_name_and_never_as_code(
     lab, field, name, monkeypatch
 ):
-    runs = {topic.lab: recorded(topic.lab) for topic in TOPICS}
+    runs = {choice.lab: recorded(choice.lab) for choice in CHOICES}
     runs[lab] = with_mine(lab, "implementation", name)
     recommendation = recommend("nano", 512, runs)
     assert recommendation.user_alternatives == {field: "mine"}
@@ -74,7 +74,7 @@ def test_a_run_that_is_not_whole_does_not_replace_the_one_before_it(changes, mon
     if "busy" in changes:
         new = Mock(Run, wraps=old, header=old.header, pending=[], is_busy=True)
     monkeypatch.setattr(recommended, "newest_runs", lambda *_: [new, old])
-    assert list(runs_here(old.header.machine).values()) == [old] * len(TOPICS)
+    assert list(runs_here(old.header.machine).values()) == [old] * len(CHOICES)
 
 
 def test_a_machine_with_gpus_is_told_nothing_that_was_measured_on_cpu_tensors():

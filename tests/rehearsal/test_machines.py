@@ -8,7 +8,7 @@ import pytest
 
 from labkit.lab.config import PROFILES
 from labkit.lab.point import planned_s
-from labkit.lab.recommended import TOPICS, recommend
+from labkit.lab.recommended import CHOICES, recommend
 from labkit.machine.description import GIB
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
@@ -32,7 +32,9 @@ def _this_machine_has_no_say(monkeypatch):
 
 @cache
 def _recommendations(model, context_length):
-    return recommend(model, context_length, {topic.lab: recorded(topic.lab) for topic in TOPICS})
+    return recommend(
+        model, context_length, {choice.lab: recorded(choice.lab) for choice in CHOICES}
+    )
 
 
 def _plan(lab, machine, profile):
