@@ -1,5 +1,6 @@
 """What `labkit try` prints: the step, changes, values of an argument, ranks, and the baseline."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from labkit.check.trainings import MIN_RUNS, TrainingChange
@@ -100,14 +101,12 @@ class Summary:
 
 def _print_step(console: Any, run: Run) -> None:
     """Print what the setup returned, and what a step costs."""
-
     results = run.results()
     console.print(f"found    {describe_setup(run)}")
     parts = lab.parts(results).to_dict("records")
     # The last row is the step, the sum of the others.
     step = parts.pop()
-    ends = f"[{format_seconds(step['low'])}, {format_seconds(step['high'])}]"
-    console.print(f"step     {format_seconds(step['seconds'])} {ends}")
+    console.print(f"step     {format_seconds(step['seconds'])} {_interval(step)}")
     rows = [(f"  {row['part']}", row["seconds"], row["of_step_percent"], "") for row in parts]
     for row in lab.lines(results).to_dict("records"):
         unused = "no gradient comes from it" if row["unused_s"] else ""
@@ -129,7 +128,6 @@ def _print_step(console: Any, run: Run) -> None:
 
 def _print_arguments(console: Any, run: Run) -> None:
     """Print seconds per sample by value of a swept argument, and the largest batch that fits."""
-
     results = run.results()
     for row in fits(results).to_dict("records"):
         largest = f"at most {row['largest_batch']:,.0f} fit"
@@ -142,7 +140,7 @@ def _print_arguments(console: Any, run: Run) -> None:
         (
             f"  {row['argument']}",
             f"{format_seconds(row['seconds'])} per sample",
-            f"[{format_seconds(row['low'])}, {format_seconds(row['high'])}]",
+            _interval(row),
         )
         for row in argument_times(results).to_dict("records")
     ]
@@ -153,7 +151,6 @@ def _print_arguments(console: Any, run: Run) -> None:
 
 def _print_ranks(console: Any, run: Run) -> None:
     """Print what each strategy does on several ranks, and which rank is late."""
-
     results = run.results()
     refused = results.rows(["reason", "strategy"], sweep="ranks", status="refused")
     # Without a strategy: the training cannot run on several ranks at all.
@@ -179,9 +176,12 @@ def _print_ranks(console: Any, run: Run) -> None:
         console.print(f"{n_ranks:.0f} ranks, checked against one process on the batches of all:")
     print_table(rows, console=console)
     for row in lateness(results).query("is_late").to_dict("records"):
-        ends = f"[{format_seconds(row['low'])}, {format_seconds(row['high'])}]"
-        later = f"{format_seconds(row['later_s'])} {ends} longer than the others, in {row['part']}"
-        console.print(f"late     rank {row['rank']}: {later}")
+        later = f"{format_seconds(row['later_s'])} {_interval(row)} longer than the others"
+        console.print(f"late     rank {row['rank']}: {later}, in {row['part']}")
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    return f"[{format_seconds(row['low'])}, {format_seconds(row['high'])}]"
 
 
 def describe_setup(run: Run) -> str:
