@@ -10,7 +10,6 @@ import pandas as pd
 
 from labkit.check.class_folder import read_class
 from labkit.check.grades import Severity, Student, grade_class
-from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.pages.cards import table
@@ -88,7 +87,7 @@ def _section(lab: Lab, students: Sequence[Student]) -> dict[str, Any]:
         for student in students
         if lab.name in student.answers
     }
-    compared = [question.id for question in lab.questions if isinstance(question, Compare)]
+    compared = [question.id for question in lab.comparisons]
     rows = []
     for name, each in answers.items():
         rows.append({"student": name, **{id: headline(each[id]) for id in compared}})

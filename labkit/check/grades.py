@@ -15,7 +15,6 @@ import pandas as pd
 from labkit.check.archives import CLOCK_TOLERANCE
 from labkit.check.class_folder import HandIn
 from labkit.check.student import YOUR_ANSWER, student_notebook
-from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.project import notebook_path
@@ -182,12 +181,12 @@ def _grade(
 
 def _typical_ratio(lab: Lab, user_names: Sequence[str], answers: Mapping[str, Answer]) -> str:
     """Return the geometric mean of the first comparison's ratios of the student's alternatives."""
-    for question in lab.questions:
-        answer = answers.get(question.id)
-        if not isinstance(question, Compare) or answer is None or answer.table is None:
+    for question in lab.comparisons:
+        if question.id not in answers:
             continue
-        rows = answer.table[answer.table[question.metric.compare].isin(user_names)]
-        if len(rows):
+        table = answers[question.id].table
+        if table is not None and table[question.metric.compare].isin(user_names).any():
+            rows = table[table[question.metric.compare].isin(user_names)]
             mean = math.exp(rows["ratio"].map(math.log).mean())
             return f"{mean:.2g} times {question.baseline}'s"
     return ""

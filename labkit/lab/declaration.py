@@ -139,6 +139,11 @@ class Lab:
         shared = {name: value for name, value in PAPER.items() if hasattr(quick, name)}
         return {"smoke": smoke, "quick": quick, "paper": self.config(**{**shared, **self.paper})}
 
+    @property
+    def comparisons(self) -> list[Compare]:
+        """Questions that compare alternatives."""
+        return [question for question in self.questions if isinstance(question, Compare)]
+
     def profiles_on(self, machine: Machine, device: Any = AUTO) -> dict[str, LabConfig]:
         """Return parameters by profile on a device of that machine, "cpu", "cuda" or "auto"."""
         n_gpus = len(machine.gpus)
@@ -202,9 +207,7 @@ class Lab:
             return config
         labkits = getattr(config, self.plugin_parameter)
         if only:  # baselines stay, since ratios are to them
-            baselines = {
-                question.baseline for question in self.questions if isinstance(question, Compare)
-            }
+            baselines = {question.baseline for question in self.comparisons}
             labkits = [name for name in labkits if name in baselines]
         return config.model_copy(update={self.plugin_parameter: [*labkits, *plugins.alternatives]})
 

@@ -13,10 +13,10 @@ from IPython.display import display
 from rich.console import Console
 
 from labkit.lab import wording
-from labkit.lab.answers import Check, Compare
+from labkit.lab.answers import Check
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.declaration import Lab
-from labkit.lab.facts import Answer
+from labkit.lab.facts import Answer, Note
 from labkit.lab.figures import Figure
 from labkit.lab.figures.draw import draw
 from labkit.lab.figures.plot import Plot
@@ -26,7 +26,7 @@ from labkit.lab.parameters import Parameters, check_papermill_cell, check_parame
 from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.budget import with_more_rounds
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
-from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
+from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, ShowProgress, terminal_line
 from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import (
     NAME,
@@ -259,13 +259,7 @@ class OpenLab:
             with in_terminal if line is None else nullcontext(line.update) as show:
                 # A run that goes on has been through both.
                 if self._interrupted is None:
-                    if needs_calibration([self.study], self.parameters.profile):
-                        calibrate(
-                            lambda now: show(
-                                replace(now, text=f"limits of this machine: {now.text}")
-                            ),
-                            print,
-                        )
+                    self._calibrate(show)
                     self._refuse_failing()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
@@ -277,6 +271,12 @@ class OpenLab:
             line.show(cards.coverage(run).data)
         self._show_failures(run)
         return run
+
+    def _calibrate(self, show: ShowProgress) -> None:
+        if needs_calibration([self.study], self.parameters.profile):
+            calibrate(
+                lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print
+            )
 
     def _resume_hint(self) -> str:
         if self._interrupted is None:
@@ -291,11 +291,10 @@ class OpenLab:
     def _show_failures(self, run: Run) -> None:
         """Say below the coverage why an alternative of the reader's own has no values."""
         names = list(self._plugins.alternatives)
-        questions = [question for question in self.study.questions if isinstance(question, Compare)]
-        notes = [
-            note for question in questions for note in question.metric.failures(run.frame(), names)
-        ]
-        for note in dict.fromkeys(notes):
+        notes: dict[Note, None] = {}
+        for question in self.study.comparisons:
+            notes |= dict.fromkeys(question.metric.failures(run.frame(), names))
+        for note in notes:
             display(cards.note(describe_note(note)))
 
     def _refuse_failing(self) -> None:

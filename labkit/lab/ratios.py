@@ -10,7 +10,6 @@ from scipy.special import ndtri
 from labkit.bench.changes import compare_levels
 from labkit.bench.intervals import CONFIDENCE
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
-from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.units import labels
@@ -35,10 +34,10 @@ def compare_ratios(
     `NO_DIFFERENCE_SHOWN`.
     """
     shared = {"": pd.DataFrame(columns=[*(f"{name}_first" for name in RATIO), *RATIO], dtype=float)}
-    for question in lab.questions:
+    for question in lab.comparisons:
         before = first[question.id].table
         after = other[question.id].table
-        if isinstance(question, Compare) and before is not None and after is not None:
+        if before is not None and after is not None:
             # A device that is the only one of each run names no configuration.
             columns = [
                 key
