@@ -359,8 +359,10 @@ def float32_matmuls_in_tf32(is_tf32):
     """As TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 sets it before torch starts."""
     # not by monkeypatch, which would delete what torch's module answers for
     torch.backends.cuda.matmul.allow_tf32 = is_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("is_tf32", [False, True])

@@ -11,7 +11,6 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -19,10 +18,10 @@ from torch.nn.functional import cross_entropy
 
 from labkit.nn.transformer import RMSNorm
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, whole_parameters
 from tests.parallel.data_parallel_cases import built, distance, state_of, train
 from tests.parallel.sharding_cases import CASES, sharded
+from tests.parallel.shared_ranks import on_ranks
 
 WORDS = 50
 ROWS = 20
@@ -114,16 +113,15 @@ def _check_sharded_optimizer() -> None:
         assert distance(*states) <= 1e-7, name
 
 
-def _check_all() -> None:
-    torch.use_deterministic_algorithms(True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):
-            _check_fsdp(None)
-            _check_fsdp(torch.float16)
-        _check_sharded_optimizer()
-
-
-@pytest.mark.filterwarnings("error")
+@on_ranks(2)
 def test_the_course_would_accept_both_behind_its_adapters() -> None:
-    run_ranks(_check_all, world_size=2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with torch.autograd.set_detect_anomaly(True, check_nan=False):
+                _check_fsdp(None)
+                _check_fsdp(torch.float16)
+            _check_sharded_optimizer()
+    finally:  # the ranks serve other tests, too
+        torch.use_deterministic_algorithms(False)
