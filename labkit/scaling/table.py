@@ -108,7 +108,9 @@ def _plain(name: str, text: str, separator: str) -> str:
         return f"{text} (thousands, or decimals?)"
     if has_decimal_commas and re.fullmatch(r"\d+,\d+", text):
         return text.replace(",", ".")
-    return text.removesuffix(".0")
+    if re.fullmatch(r"\d+\.0", text):
+        return text.removesuffix(".0")
+    return text
 
 
 def _read_run(texts: dict[str, str], assumptions: list[str]) -> tuple[Run, float | None]:
@@ -153,6 +155,6 @@ def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
     if name and framework != name:
         assumptions.append(f"{name[:40]} is like {framework}")
     # Megatron's rows on A100 are of 2021. On later GPUs it is Megatron-Core, as NeMo has it.
-    if framework == "megatron" and not texts["gpu"].startswith("A100"):
+    if framework == "megatron" and find_hardware(texts["gpu"]).architecture != "ampere":
         return "nemo"
     return framework

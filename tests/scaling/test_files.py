@@ -192,6 +192,14 @@ def test_a_refused_row_has_no_prediction_of_the_input(tmp_path):
     assert (refused["measured_step_s"], refused["published_note"]) == ("2", "mine")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "framework"), [("a100", "megatron"), ("A100-SXM-80GB", "megatron"), ("h100", "nemo")]
+)
+def test_megatron_is_that_of_2021_on_a100_alone(gpu, framework, tmp_path):
+    (row,) = read_rows(_file(tmp_path, _text([GOOD | {"gpu": gpu, "framework": "megatron"}])))
+    assert row.run.framework == framework
+
+
 def test_a_measured_bandwidth_is_a_column(tmp_path):
     nodes = GOOD | {"gpus": "64", "dp": "64", "global_batch": "256"}
     slow = {**nodes, "measured_bus_bandwidth": "10"}
