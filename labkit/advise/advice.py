@@ -8,7 +8,7 @@ import numpy as np
 
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import Prediction
-from labkit.scaling.published import Neighbor, nearest
+from labkit.scaling.published import Neighbor, distinct, nearest
 from labkit.scaling.runs import SHARDS, Layout
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
 
@@ -48,18 +48,12 @@ class Advice:
     """The best layout, else the one that needs the least memory."""
     others: Sequence[Prediction]
     """The best layout of each other strategy, or the one with the least memory if none fits."""
-    remedies: Sequence[Change]
-    """What would make the training fit, if the first layout may not."""
-    variations: Sequence[Change]
-    """What would make it faster or slower, if it fits."""
+    remedy: Change | None
+    """The first change that surely fits, else the first that may; None if nothing must change."""
+    changes: Sequence[Change]
+    """What would make room if memory is short, then variations of the request if it fits."""
     neighbors: Sequence[Neighbor]
     """The published runs nearest to the first layout."""
-
-    @property
-    def remedy(self) -> str | None:
-        """The first remedy that surely fits, else the first that may."""
-        best = min(self.remedies, key=lambda change: not change.fits, default=None)
-        return best.name if best else None
 
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
@@ -86,40 +80,35 @@ def advise(request: Request) -> Advice:
     ranking = rank(request)
     best = ranking.proposed()
     first = ranking.first()
-    remedies = []
+    changes = []
     if not first.fits:
-        remedies = list(_remedies(request, ranking))
+        changes = list(_remedies(request, ranking))
+    remedy = min(changes, key=lambda change: not change.fits, default=None)
     others = []
-    variations = []
     if best:
         others = _other_strategies(ranking, best)
-        variations = [_answer(name, changed) for name, changed in _variations(request)]
+        changes += [_answer(name, changed) for name, changed in _variations(request)]
     near = nearest(request.run(first.layout))
-    return Advice(request, best, first, others, remedies, variations, near)
+    return Advice(request, best, first, others, remedy, changes, near)
 
 
 def strategy(layout: Layout) -> str:
     """Name of a layout's strategy."""
     if layout.cp > 1:
         return "context parallel"
-    names = {
-        (True, False): "tensor parallel",
-        (False, True): "pipeline",
-        (True, True): "tensor and pipeline",
-    }
-    return names.get((layout.tp > 1, layout.pp > 1), SHARDS[layout.shard])
+    degrees = {"tensor": layout.tp, "pipeline": layout.pp}
+    kinds = [kind for kind, ranks in degrees.items() if ranks > 1]
+    return " and ".join(kinds) or SHARDS[layout.shard]
 
 
 def _other_strategies(ranking: Ranking, best: Sequence[Prediction]) -> list[Prediction]:
     predictions = ranking.predictions
-    runs = predictions.runs
+    layouts = [run.layout for run in predictions.runs.origin]
     # Layouts that fit by their time; behind them all by memory, for strategies that never fit.
-    first = dict[str, int]()
-    for row in (*ranking.order, *np.argsort(predictions.peak_gib)):
-        first.setdefault(strategy(runs.origin[row].layout), int(row))
+    order = (*ranking.order, *np.argsort(predictions.peak_gib).tolist())
     proposed = {prediction.layout for prediction in best}
-    others = [row for _, row in sorted(first.items())]
-    return predictions.some([row for row in others if runs.origin[row].layout not in proposed])
+    first = distinct(order, lambda row: strategy(layouts[row]))
+    return predictions.select([row for row in first if layouts[row] not in proposed])
 
 
 def _answer(name: str, request: Request, *, must_fit: bool = False) -> Change:
@@ -130,14 +119,14 @@ def _answer(name: str, request: Request, *, must_fit: bool = False) -> Change:
     except ValueError:
         return Change(name, request, None)
     rows = ranking.fitting if must_fit and ranking.fitting else ranking.order
-    best = ranking.predictions.some(rows[:1])
+    best = ranking.predictions.select(rows[:1])
     return Change(name, request, best[0] if best else None)
 
 
 def _remedies(request: Request, ranking: Ranking) -> Iterator[Change]:
     """Yield of each kind of change the first that surely fits, else its last."""
     # A layout with less memory may be slower, which is why it was not the best.
-    for lean in ranking.predictions.some(ranking.fitting[:1]):
+    for lean in ranking.predictions.select(ranking.fitting[:1]):
         yield Change("a layout that needs less memory", request, lean)
     for kind in _larger(request):
         change = None

@@ -51,8 +51,7 @@ def report_advice(advice: Advice) -> Iterator[str]:
     headings = ("if", "tokens per second", "memory", "best layout then")
     title = "What would change the answer (predicted)"
     yield from _section(title, headings, _change_rows(advice))
-    yield from _nearest(advice.neighbors)
-    yield from _notes(request, advice.neighbors, first)
+    yield from _errors(request, advice.neighbors, first)
     yield (
         "Memory counts a training step: no evaluation, no other process on the GPU, no tensors"
         " that a program keeps."
@@ -60,7 +59,7 @@ def report_advice(advice: Advice) -> Iterator[str]:
 
 
 def report_diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the verdict, then possible causes, published runs, and the predicted parts."""
+    """Yield the verdict, then possible causes, the predicted parts, and published runs."""
     request = diagnosis.request
     expected = diagnosis.expected
     yield from (_verdict(diagnosis), _headline(diagnosis))
@@ -75,7 +74,6 @@ def report_diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
             explained = "up to all" if share == 1 else f"up to {_percent(share)}"
             rows.append((cause.name, left, explained, cause.check))
         yield from _section(title, headings, rows)
-    yield from _nearest(diagnosis.neighbors)
     # Others count otherwise, and then two figures of the same run differ.
     peak = f"{request.hardware.peak_tflops:g} TFLOP/s"
     title = f"Your MFU by each way to count it; the dense peak is {peak} (measured by you)"
@@ -86,7 +84,7 @@ def report_diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
         for name, seconds in sorted(expected.parts_s.items(), key=lambda part: -part[1])
     ]
     yield from _section("Parts of the predicted step", ("part", "seconds", "share"), parts)
-    yield from _notes(request, diagnosis.neighbors, expected)
+    yield from _errors(request, diagnosis.neighbors, expected)
 
 
 def _section(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -105,7 +103,7 @@ def _advice_verdict(advice: Advice) -> tuple[str, str]:
     remedy = ""
     if advice.remedy:
         word = "Safer" if advice.best else "Change first"
-        remedy = f" {word}: {advice.remedy}."
+        remedy = f" {word}: {advice.remedy.name}."
     if advice.best:
         return f"It may fit: {needs}.", headline + remedy
     return f"No, it does not fit: {needs}.", f"Least memory: {first.layout}.{remedy}"
@@ -155,7 +153,7 @@ def _compare(other: Prediction, advice: Advice) -> str:
 
 def _change_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
     base = advice.request.tokens / advice.first.step_s
-    for change in (*advice.remedies, *advice.variations):
+    for change in advice.changes:
         best = change.prediction
         if best is None:
             yield change.name, "does not fit", "", ""
@@ -208,8 +206,10 @@ def _headline(diagnosis: Diagnosis) -> str:
     return " ".join(sentences)
 
 
-def _nearest(neighbors: Sequence[Neighbor]) -> Iterator[str]:
-    """Yield the published runs nearest to the request, and how wrong the prediction of each is."""
+def _errors(
+    request: Request, neighbors: Sequence[Neighbor], prediction: Prediction
+) -> Iterator[str]:
+    """Yield the nearest published runs, how wrong predictions of them are, and assumptions."""
     rows = []
     for neighbor in neighbors:
         run = neighbor.run
@@ -229,12 +229,6 @@ def _nearest(neighbors: Sequence[Neighbor]) -> Iterator[str]:
     title = "The nearest published runs; a distance of 1 is twice as many GPUs (published)"
     headings = ("published run", "GPUs", "layout", "step", "MFU", "prediction off by", "distance")
     yield from _section(title, headings, rows)
-
-
-def _notes(
-    request: Request, neighbors: Sequence[Neighbor], prediction: Prediction
-) -> Iterator[str]:
-    """Yield how wrong this may be, its assumptions, and where it extrapolates."""
     errors = np.abs([neighbor.error for neighbor in neighbors])
     yield ""
     yield (

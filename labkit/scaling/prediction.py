@@ -20,10 +20,6 @@ from labkit.scaling.table import Row
 # Share of a GPU's memory that PyTorch can reserve; the runtime and NCCL have the rest. Published:
 # up to 77.4 of 80 GB.
 FITS_SHARE = 0.94
-# Risks of running out of memory below which a run fits, or may. With the first, also the upper end
-# of the peak fits.
-FITS_RISK = 0.05
-MAY_FIT_RISK = 0.5
 # Distance to the nearest measured run from which on the answer says that it extrapolates.
 FAR = 4.0
 # Standard deviations from the middle of a normal distribution to an end of its 90%.
@@ -93,29 +89,33 @@ class Predictions:
     @cached_property
     def out_of_memory(self) -> Numbers:
         """Probability of a peak above what can be reserved, normal in ln(peak) on either side."""
-        limit = FITS_SHARE * self.runs.memory_gib
-        end = np.where(limit > self.peak_gib, self.peak_high, self.peak_low)
+        end = np.where(self.may_fit, self.peak_high, self.peak_low)
         width = np.maximum(np.abs(np.log(end / self.peak_gib)), 1e-6)
-        sigmas = SIGMAS * np.log(self.peak_gib / limit) / width
+        sigmas = SIGMAS * np.log(self.peak_gib / self.limit_gib) / width
         return _normal_cdf(sigmas)
 
-    @property
+    @cached_property
+    def limit_gib(self) -> Numbers:
+        return FITS_SHARE * self.runs.memory_gib
+
+    @cached_property
     def fits(self) -> Flags:
-        return self.out_of_memory <= FITS_RISK
+        """Also the upper end of the peak fits."""
+        return self.peak_high <= self.limit_gib
 
-    @property
+    @cached_property
     def may_fit(self) -> Flags:
-        return self.out_of_memory < MAY_FIT_RISK
+        return self.peak_gib < self.limit_gib
 
-    def some(self, rows: Sequence[int]) -> list[Prediction]:
+    def select(self, rows: Sequence[int]) -> list[Prediction]:
         """Return the predictions of these rows; a search has thousands, and answers need a few."""
         if not rows:
             return []
         low, high = self.interval_90(rows)
         ends = zip(low.tolist(), high.tolist(), strict=True)
-        return [self._one(row, end) for row, end in zip(rows, ends, strict=True)]
+        return [self._prediction(row, end) for row, end in zip(rows, ends, strict=True)]
 
-    def _one(self, row: int, interval_90: tuple[float, float]) -> Prediction:
+    def _prediction(self, row: int, interval_90: tuple[float, float]) -> Prediction:
         layout = self.runs.origin[row].layout
         return Prediction(
             layout=layout,
@@ -196,7 +196,7 @@ def predict(run: Run, constants: Constants | None = None) -> Prediction:
     reason = predictions.refusal_reason(0)
     if reason is not None:
         raise ValueError(reason)
-    return predictions.some([0])[0]
+    return predictions.select([0])[0]
 
 
 def predict_runs(runs: Runs) -> Predictions:
@@ -248,7 +248,7 @@ def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
     measured = load_measured()
     low, high = predictions.interval_90()
     # 1 if the upper end of memory fits, 0 if the lower end does not, else nothing.
-    is_too_large = predictions.peak_low > FITS_SHARE * predictions.runs.memory_gib
+    is_too_large = predictions.peak_low > predictions.limit_gib
     fits = np.select([predictions.fits, is_too_large], ["1", "0"], "")
     for at in range(len(predictions.runs)):
         reason = predictions.refusal_reason(at)

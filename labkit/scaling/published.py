@@ -140,8 +140,10 @@ def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
     return [Neighbor(published.origin[row], float(errors[row]), float(away[row])) for row in rows]
 
 
-def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
-    """Return the first `count` rows of different keys, in their order."""
+def distinct(
+    rows: Iterable[int], key: Callable[[int], object], count: int | None = None
+) -> list[int]:
+    """Return the first row of each key, in their order; the first `count` of them."""
     first: dict[object, int] = {}
     for row in rows:
         first.setdefault(key(row), row)

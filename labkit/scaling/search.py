@@ -92,14 +92,14 @@ class Ranking:
         rows = distinct(
             self.order, lambda row: self.predictions.runs.origin[row].layout.arrangement, count
         )
-        return self.predictions.some(rows)
+        return self.predictions.select(rows)
 
     def first(self) -> Prediction:
         """Return the best layout; if none fits, the one that needs the least memory."""
         row = int(np.argmin(self.predictions.peak_gib))
         if self.order:
             row = self.order[0]
-        return self.predictions.some([row])[0]
+        return self.predictions.select([row])[0]
 
 
 def rank(request: Request) -> Ranking:

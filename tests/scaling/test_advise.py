@@ -165,7 +165,7 @@ def test_advice_adds_up(changes):
 
 def test_a_faster_network_and_more_gpus_never_hurt():
     advice = advise(ask(network_gbps="100"))
-    speed = {change.name: change.tokens_per_s for change in advice.variations}
+    speed = {change.name: change.tokens_per_s for change in advice.changes}
     base = advice.request.tokens / advice.first.step_s
     assert speed["network twice as fast"] >= base > speed["network ten times slower"]
     assert speed["twice the GPUs"] > base > speed["half the GPUs"]

@@ -25,7 +25,7 @@ def tried(one):
 @pytest.mark.parametrize(("model", "gpus"), [(GPT_1B, 1), (LLAMA_8B, 16), (LLAMA_70B, 64)])
 def test_the_ranking_fits_is_possible_and_proposes_different_arrangements(model, gpus):
     ranking = rank(request(model, gpus))
-    predictions = ranking.predictions.some(ranking.order)
+    predictions = ranking.predictions.select(ranking.order)
     assert all(impossible_reason(one.layout, model, 4096) is None for one in predictions)
     assert all(one.layout.gpus == gpus and one.may_fit for one in predictions)
     best = ranking.first()

@@ -79,7 +79,7 @@ def part(one, name, constants=None):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(possible_runs())
 def test_every_breakdown_adds_up_and_nothing_is_negative(one):
-    prediction = predict_runs(Runs([one])).some([0])[0]
+    prediction = predict_runs(Runs([one])).select([0])[0]
     assert sum(prediction.parts_s.values()) == pytest.approx(prediction.step_s, rel=1e-9)
     assert min(prediction.parts_s.values()) >= -1e-12 * prediction.step_s
     assert len(prediction.memory_gib) == one.layout.pp
@@ -135,7 +135,7 @@ def test_a_row_does_not_depend_on_its_neighbors(one):
     among = predict_runs(Runs([*others, one]))
     for name in ("step_s", "peak_gib", "distance"):
         assert getattr(among, name)[2] == pytest.approx(getattr(alone, name)[0], rel=1e-12)
-    assert among.some([2])[0].interval_90 == pytest.approx(alone.some([0])[0].interval_90)
+    assert among.select([2])[0].interval_90 == pytest.approx(alone.select([0])[0].interval_90)
 
 
 def test_one_gpu_communicates_nothing():
