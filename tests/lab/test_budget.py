@@ -96,7 +96,7 @@ def test_progress_says_how_much_time_is_left():
 
 def test_a_run_with_a_budget_ends_all_its_points_and_says_which_are_left_out(tmp_path, monkeypatch):
     # however slow this machine is now
-    monkeypatch.setattr("labkit.lab.runs.measure.slowdown_by_others", lambda: 1.0)
+    monkeypatch.setattr("labkit.lab.runs.budget.slowdown_by_others", lambda: 1.0)
     has_time_for = Budget.has_time_for
     monkeypatch.setattr(Budget, "has_time_for", lambda self, point: True)
     points = FAKE.plan(config := FakeConfig(actions=["fine"] * 4), describe_machine())
@@ -112,7 +112,7 @@ def test_a_run_with_a_budget_ends_all_its_points_and_says_which_are_left_out(tmp
         FAKE, config.model_copy(update={"budget_s": 60.0}), profile="quick", directory=tmp_path
     )
     assert run.coverage()["status"].tolist() == ["ok", "skipped", "skipped", "skipped"]
-    monkeypatch.setattr("labkit.lab.runs.measure.slowdown_by_others", lambda: 1e6)
+    monkeypatch.setattr("labkit.lab.runs.budget.slowdown_by_others", lambda: 1e6)
     run = measure(
         FAKE, config.model_copy(update={"budget_s": 60.0}), profile="quick", directory=tmp_path
     )

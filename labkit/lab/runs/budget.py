@@ -20,6 +20,7 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, newest_runs
 from labkit.lab.units import format_seconds
 from labkit.machine.description import Machine, describe_machine
+from labkit.machine.load import slowdown_by_others
 
 # Newest runs of a lab that are read.
 MAX_RUNS = 3
@@ -87,6 +88,16 @@ class Budget:
     def reason(self) -> str:
         """Why a point is left out."""
         return f"left out to fit into {format_seconds(round(self.seconds))}"
+
+
+def plan_budget(study: Lab, points: Sequence[Point], budget_s: float | None) -> Budget:
+    """Return how long each point takes, and within what time; None for no limit."""
+    expected = expected_seconds(study, points, describe_machine())
+    if budget_s is None:
+        return Budget(math.inf, expected)
+    # Other programs take their share of the cores while it measures, too.
+    slowdown = slowdown_by_others()
+    return Budget(budget_s, {id: slowdown * seconds for id, seconds in expected.items()})
 
 
 def expected_seconds(study: Lab, points: Sequence[Point], machine: Machine) -> dict[str, float]:

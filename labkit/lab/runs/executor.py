@@ -15,7 +15,7 @@ from labkit.bench.intervals import MIN_SAMPLES
 from labkit.bench.probe import PROBE, probed
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, by_ranks
-from labkit.lab.runs.budget import Budget
+from labkit.lab.runs.budget import Budget, plan_budget
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.units import format_seconds
@@ -52,10 +52,9 @@ class Executor:
     writer: RunWriter
     on_progress: ShowProgress
     on_output: OnOutput
-    total: int
-    """Points of the run, `done` of them before."""
-    budget: Budget
-    done: int = 0
+    _budget: Budget = field(init=False)
+    _total: int = 0
+    _done: int = 0
     _start: float = field(default_factory=time.monotonic)
     _size_limits: dict[Any, SizeLimit] = field(default_factory=dict)
     # Points by id that are still to be measured, without those that the budget leaves out.
@@ -63,8 +62,12 @@ class Executor:
     # Seconds per row of the current point, of its median round: one stall makes no point too long.
     _rows_s: list[float] = field(default_factory=list)
 
-    def measure(self, points: list[Point]) -> None:
-        excluded = self.budget.exclude(points)
+    def measure(self, points: list[Point], *, budget_s: float | None = None, done: int = 0) -> None:
+        """Measure points of a run, within a time if it has one, after `done` others."""
+        self._budget = plan_budget(self.study, points, budget_s)
+        self._total = done + len(points)
+        self._done = done
+        excluded = self._budget.exclude(points)
         self._pending = {point.id: point for point in points if point.id not in excluded}
         for same_ranks in by_ranks(points):
             while same_ranks:
@@ -80,9 +83,9 @@ class Executor:
 
     def _show(self, text: str) -> None:
         elapsed_s = time.monotonic() - self._start
-        left_s = self.budget.expected_left_s(self._pending)
+        left_s = self._budget.expected_left_s(self._pending)
         run = self.writer.path.stem
-        self.on_progress(Progress(self.done, self.total, text, elapsed_s, run, left_s))
+        self.on_progress(Progress(self._done, self._total, text, elapsed_s, run, left_s))
 
     def _skip(self, points: list[Point]) -> list[Point]:
         """Record points that cannot be measured here, with the reason; return the others."""
@@ -95,13 +98,13 @@ class Executor:
                 or too_many_ranks_reason(point.world_size)
             )
             if reason is None and not self._fits(point):
-                reason = self.budget.reason
+                reason = self._budget.reason
             if reason is None:
                 remaining.append(point)
             else:
                 self.writer.end_point(point, "skipped", reason=reason)
                 self._pending.pop(point.id, None)
-                self.done += 1
+                self._done += 1
         return remaining
 
     def _too_large_reason(self, point: Point) -> str | None:
@@ -113,7 +116,7 @@ class Executor:
 
     def _fits(self, point: Point) -> bool:
         """Return whether the budget has time for a point."""
-        return point.id in self._pending and self.budget.has_time_for(point)
+        return point.id in self._pending and self._budget.has_time_for(point)
 
     def _measure_group(self, points: list[Point]) -> int:
         """Measure points of one group until all ended or the rest is too large; return how many."""
@@ -164,9 +167,9 @@ class Executor:
             fields["details"] = "\n".join(filter(None, parts))
         self.writer.end_point(point, end.status, load=load, **fields)
         shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
-        self.done += 1
+        self._done += 1
         self._pending.pop(point.id, None)
-        self.budget.count(point, end.elapsed_s)
+        self._budget.count(point, end.elapsed_s)
 
     def _limit_series(self, point: Point, end: PointEnd) -> bool:
         """Skip larger points of a series after one that was too large or slow; return whether."""

@@ -4,10 +4,9 @@ Under torchrun the first rank of the job makes the decisions and writes the run;
 help to measure.
 """
 
-import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab, find_lab
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
-from labkit.lab.runs.budget import Budget, expected_seconds
 from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
 from labkit.lab.runs.store import Run
 from labkit.lab.user_worker import NO_PLUGINS, Plugins, registered
 from labkit.machine.description import describe_machine
-from labkit.machine.load import load_before_measuring, slowdown_by_others
+from labkit.machine.load import load_before_measuring
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
 
@@ -76,21 +74,9 @@ def measure(
                 for point in points:
                     writer.end_point(point, "skipped", reason=unavailable)
             else:
-                budget = _plan_time(study, points, config.budget_s)
-                Executor(
-                    study, plugins, writer, on_progress, on_output, len(points), budget
-                ).measure(points)
+                executor = Executor(study, plugins, writer, on_progress, on_output)
+                executor.measure(points, budget_s=config.budget_s)
         return Run.load(writer.path)
-
-
-def _plan_time(study: Lab, points: Sequence[Point], budget_s: float | None) -> Budget:
-    """Return how long each point takes, and within what time; None for no limit."""
-    expected = expected_seconds(study, points, describe_machine())
-    if budget_s is None:
-        return Budget(math.inf, expected)
-    # Other programs take their share of the cores while it measures, too.
-    slowdown = slowdown_by_others()
-    return Budget(budget_s, {id: slowdown * seconds for id, seconds in expected.items()})
 
 
 def resume(
@@ -131,11 +117,8 @@ def resume(
                 )
             if remaining:
                 writer.start_resumption(_command(), describe_machine().source)
-            done = len(points) - len(remaining)
-            budget = _plan_time(study, remaining, None)
-            Executor(
-                study, plugins, writer, on_progress, on_output, len(points), budget, done
-            ).measure(remaining)
+            executor = Executor(study, plugins, writer, on_progress, on_output)
+            executor.measure(remaining, done=len(points) - len(remaining))
         return Run.load(path)
 
 
