@@ -34,7 +34,7 @@ MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 OUTCOMES = ("agree", "open", "differ", "opposite", "lost", "gained")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """A run compared with the first one of its lab."""
 
@@ -191,8 +191,16 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
         values = configs[0].get(name), configs[1].get(name)
         if name not in REPETITION and values[0] != values[1]:
             parameters[name] = values
-    ratios = compare_ratios(lab, before, after)
-    return Pair(lab, runs, names, parameters, len(shared), len(first ^ other), answers, ratios)
+    return Pair(
+        lab=lab,
+        runs=runs,
+        names=names,
+        parameters=parameters,
+        n_shared=len(shared),
+        n_others=len(first ^ other),
+        answers=answers,
+        ratios=compare_ratios(lab, before, after),
+    )
 
 
 def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:

@@ -58,11 +58,13 @@ def locate_run(study: Lab, text: str) -> Path:
     return find_run(folders, text)
 
 
-def report_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def report_parameters(
+    study: Lab, notebook: str, parameters: Mapping[str, Any]
+) -> tuple[dict[str, Any], LabConfig]:
     """Return what a cell below the parameters cell must set, so that a report's parameters win.
 
-    A parameter that the parameters cell does not set goes into its `config`. ParameterError for a
-    wrong name or value in either.
+    A parameter that the parameters cell does not set goes into its `config`. Returns the lab's
+    config, too. ParameterError for a wrong name or value in either.
     """
     # A name that no cell reads would be lost.
     in_cell = notebook_parameters(notebook, study.name)
@@ -71,8 +73,7 @@ def report_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) 
     if others:
         config = _merge(study, values.get("config") or {}, others)
         values["config"] = (in_cell.get("config") or {}) | config
-    check_parameters(study, in_cell | values)
-    return values
+    return values, check_parameters(study, in_cell | values).config
 
 
 def notebook_parameters(text: str, name: str) -> dict[str, Any]:

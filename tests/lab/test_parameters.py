@@ -138,7 +138,9 @@ def test_a_report_s_values_win_over_the_config_of_a_notebook():
         'profile = "smoke"\nconfig = {"repeats": 7, "warmup": 0}', metadata={"tags": ["parameters"]}
     )
     text = nbformat.writes(new_notebook(cells=[cell]))
-    assert report_parameters(STUDY, text, {"repeats": 8}) == {"config": {"repeats": 8, "warmup": 0}}
+    values, config = report_parameters(STUDY, text, {"repeats": 8})
+    assert values == {"config": {"repeats": 8, "warmup": 0}}
+    assert config.repeats == 8
     with pytest.raises(ParameterError, match="set twice"):
         report_parameters(STUDY, text, {"repeats": 8, "config": {"repeats": 9}})
     for wrong in ({"repaets": 8}, {"config": {"repaets": 8}}):

@@ -32,7 +32,7 @@ from labkit.lab.pages.html import (
     with_nonbreaking_units,
 )
 from labkit.lab.pages.record import RULE, PageRecord, answered_run, notebook_run, provenance_rows
-from labkit.lab.parameters import check_parameters, notebook_parameters, report_parameters
+from labkit.lab.parameters import notebook_parameters, report_parameters
 from labkit.lab.project import (
     check_writable,
     committed_notebook,
@@ -96,8 +96,7 @@ def plan_report(
     folders = [output / "notebooks"]
     for study in studies:
         text, is_edited = committed_notebook(study.name)
-        values = report_parameters(study, text, parameters)
-        config = check_parameters(study, notebook_parameters(text, study.name) | values).config
+        values, config = report_parameters(study, text, parameters)
         pages.append(PlannedPage(study, text, is_edited, values, config))
         folders.append(figures_directory() / study.name)
         if parameters.get("run") is None:
