@@ -11,7 +11,7 @@ from labkit.costs.memory import activation_bytes, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.nn import training
 from labkit.nn.attention import softmax_scale
-from labkit.studies.memory.counting import count_phases, count_rows, extrapolate_full_step
+from labkit.studies.memory.counting import count_phases
 from tests.cases import thinned
 
 SHAPE = TransformerShape(d_model=48, d_ff=112, n_layers=2, n_heads=3, vocabulary=300)
@@ -125,38 +125,3 @@ def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(vocabulary
     assert peak_bytes(shape, 4, 512, checkpoint_segment=segment) == pytest.approx(
         counted.n_bytes, rel=0.1
     )
-
-
-def _counted_whole(shape, **arguments):
-    options = {"precision": "float32", "batch": 4} | arguments
-    (whole,) = count_rows(("full_step",), has_details=False, source=shape, **options)
-    return whole
-
-
-def _extrapolated(shape, **arguments):
-    return extrapolate_full_step(shape, **{"precision": "float32", "batch": 4} | arguments)
-
-
-DEEP = replace(SHAPE, n_layers=8)  # the fewest that are not counted whole
-
-
-@pytest.mark.parametrize(
-    ("batch", "context_length"),
-    thinned([(4, 24), (2, 96), (8, 96), (16, 48)], lambda *case: case == (4, 24)),
-)
-def test_a_deep_model_is_counted_to_the_byte_by_two_shallow_ones(batch, context_length):
-    options = {"batch": batch, "context_length": context_length}
-    assert _extrapolated(DEEP, **options) == _counted_whole(DEEP, **options)
-
-
-@pytest.mark.parametrize(("batch", "context_length"), [(1, 2), (1, 24)])
-def test_a_few_tokens_are_not_counted_by_shallow_models(batch, context_length):
-    assert _extrapolated(DEEP, batch=batch, context_length=context_length) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", ["small", "medium", "large", "xl", "2.7B"])
-@pytest.mark.parametrize("context_length", [512, 2048])
-def test_named_models_are_counted_to_the_byte_by_shallow_ones(size, context_length):
-    options = {"context_length": context_length}
-    assert _extrapolated(SIZES[size], **options) == _counted_whole(SIZES[size], **options)

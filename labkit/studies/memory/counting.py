@@ -5,14 +5,11 @@ Nothing is allocated, so models are counted that this machine cannot hold.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
-from labkit.costs.transformer import TransformerShape
 from labkit.lab.user_lines import user_file
 from labkit.nn.training import TrainingStep
 from labkit.torch_private import fake_tensor_mode
@@ -30,8 +27,6 @@ PARTS = (
 )
 
 LISTED = 10  # allocations
-# A deeper model is extrapolated from steps of 3 and 4 layers. With 2, no layer is in the middle.
-FEW_LAYERS = (3, 4)
 
 
 class CountedStep:
@@ -150,34 +145,6 @@ def count_rows(
         yield from _allocation_rows(counted)
 
 
-def extrapolate_full_step(source: TransformerShape, **arguments: Any) -> dict[str, Any] | None:
-    """Return the peak's row of a full step of many layers, from those of 3 and 4 layers.
-
-    Each layer allocates the same, so bytes at either end of a pass grow by the same amount per
-    layer, and those in between lie on a line but for what one layer holds for a moment. None if
-    the end at which the peak is does not grow fastest, since another one may be higher with more
-    layers; also for a model of few layers or with checkpoints.
-    """
-    # Counting a step of 3 layers and one of 4 takes as long as one of 7.
-    if source.n_layers <= sum(FEW_LAYERS) or arguments.get("checkpoint_segment"):
-        return None
-    small, large = (
-        count_phases(("full_step",), source=replace(source, n_layers=n), **arguments)
-        for n in FEW_LAYERS
-    )
-    growth = _live_at_ends(large) - _live_at_ends(small)
-    end = _nearest_end(large)
-    if _nearest_end(small) != end or growth[end] < growth.max():
-        return None
-    fewer = _peak_row(small, "full_step")
-    row = _peak_row(large, "full_step")
-    n_more = source.n_layers - FEW_LAYERS[1]
-    for name, n_bytes in row.items():
-        if name.endswith("_bytes"):
-            row[name] += n_more * (n_bytes - fewer[name])
-    return row
-
-
 def _peak_row(counted: CountedStep, phase: str) -> dict[str, Any]:
     peak = counted.peak(phase)
     row = {
@@ -188,23 +155,6 @@ def _peak_row(counted: CountedStep, phase: str) -> dict[str, Any]:
         "peak_during": counted.part_of_step(peak.moment) if phase == "full_step" else phase,
     }
     return row | _parts(peak.by_category())
-
-
-def _ends(counted: CountedStep) -> list[int]:
-    """Return the moments at which the passes of a full step begin, and its last one."""
-    start, end = counted.spans["full_step"]
-    return [start, counted.spans["backward"][0], counted.spans["optimizer"][0], end]
-
-
-def _live_at_ends(counted: CountedStep) -> np.ndarray:
-    allocations = counted.ledger.allocations
-    live = [peak_between(allocations, moment, moment).n_bytes for moment in _ends(counted)]
-    return np.array(live)
-
-
-def _nearest_end(counted: CountedStep) -> int:
-    distances = np.abs(np.array(_ends(counted)) - counted.peak("full_step").moment)
-    return int(distances.argmin())
 
 
 def _parts(by_category: Mapping[str, int]) -> dict[str, int]:

@@ -88,6 +88,7 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     precisions = config.precisions if device != "cpu" else ["float32"]
     for size, dtype, phase, context in product(config.sizes, precisions, PHASES, by_length):
         yield point(MEASURED, size, context, dtype, phases=(phase,))
+    # By size and length: if both are the same model, one point is timed, too.
     repeats_of_checkpointed = {
         # Counting takes as long at any length, and short of memory are those who train long ones.
         (config.counted_checkpoint_size, max(contexts, default=by_length[-1])): 0,

@@ -15,7 +15,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.lab.project import runs_directory
 from labkit.nn.training import AUTOCAST_DTYPES, FORWARD, TrainingStep, gradients
-from labkit.studies.memory.counting import count_phases, count_rows, extrapolate_full_step
+from labkit.studies.memory.counting import count_phases, count_rows
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.torch_private import write_memory_snapshot
 
@@ -130,13 +130,6 @@ def _write_snapshot(point: MemoryPoint, run: Callable[[], Any]) -> None:
 
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     arguments = _step_arguments(point)
-    extrapolated = None
-    # Details are of each single allocation, which a step of fewer layers does not have.
-    if point.phases == (FULL_STEP,) and not point.has_details:
-        extrapolated = extrapolate_full_step(**arguments)
-    if extrapolated is not None:
-        yield extrapolated | predict_peak(point, FULL_STEP)
-        return
     for row in count_rows(point.phases, has_details=point.has_details, **arguments):
         if row["table"] == "peak":
             row |= predict_peak(point, row["phase"])
