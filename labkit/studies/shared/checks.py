@@ -131,6 +131,18 @@ def describe_first(names: Sequence[str], deviations: Sequence[Deviation | None])
     return f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
 
 
+def judge(
+    errors: Mapping[str, float], limit: float, find_worst: Callable[[str], Deviation]
+) -> dict[str, Any]:
+    """Return `error`, `status` and `reason` of tensors by name. A collective.
+
+    `error` is the largest of any rank; the reason says where the first failing rank is wrong.
+    """
+    deviations = [find_worst(name) if error > limit else None for name, error in errors.items()]
+    wrong = describe_first(list(errors), deviations)
+    return {"error": max_over_ranks(max(errors.values())), **status_columns(wrong)}
+
+
 @contextmanager
 def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int]]]:
     """Replace each local gradient by this rank's part times the number of ranks, within the block.
@@ -199,19 +211,16 @@ class Reference:
     """The largest change of each parameter, or of the whole model if its gradients are rounding."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return `error`, `status` and `reason`: where the first failing rank is wrong.
+        """Judge parameters by name (`judge`). A collective."""
 
-        `error` is the largest of any rank. A collective.
-        """
-        errors = self.errors(parameters)
-        deviations: list[Deviation | None] = []
-        for name, error in errors.items():
-            deviation = None
-            if error > PARAMETER_TOLERANCE:
-                deviation = self._worst_element(parameters.get(name), name)
-            deviations.append(deviation)
-        wrong = describe_first(list(self.expected), deviations)
-        return {"error": max_over_ranks(max(errors.values())), **status_columns(wrong)}
+        def find_worst(name: str) -> Deviation:
+            actual = parameters.get(name)
+            expected = self.expected[name]
+            if actual is None or actual.shape != expected.shape:
+                return MISSING
+            return furthest(actual, expected)
+
+        return judge(self.errors(parameters), PARAMETER_TOLERANCE, find_worst)
 
     def errors(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the relative error of each parameter, infinite for a missing one and for NaN."""
@@ -228,12 +237,6 @@ class Reference:
             elif self.scales[name] and not math.isnan(difference):
                 errors[name] = difference / self.scales[name]
         return errors
-
-    def _worst_element(self, actual: Tensor | None, name: str) -> Deviation:
-        expected = self.expected[name]
-        if actual is None or actual.shape != expected.shape:
-            return MISSING
-        return furthest(actual, expected)
 
 
 def train_in_one_process(

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.check import max_over_ranks, refusal_columns, status_columns
-from labkit.bench.checksums import Deviation, first_wrong
+from labkit.bench.check import refusal_columns, status_columns
+from labkit.bench.checksums import first_wrong
 from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.lab.point import DevicePoint
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies.shared.alternatives import check_and_time, row_of
-from labkit.studies.shared.checks import describe_first, furthest
+from labkit.studies.shared.checks import furthest, judge
 
 LABKIT = "labkit"
 TORCH = "torch"
@@ -239,14 +239,10 @@ def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
         layer.layer.get_buffer("running_mean"),
         layer.layer.get_buffer("running_var"),
     ]
-    errors: list[float] = []
-    deviations: list[Deviation | None] = []
-    for got, exact in zip(actual, _exact(layer, batch, gradient), strict=True):
-        error = _relative_error(got, exact)
-        errors.append(error)
-        deviations.append(furthest(got, exact) if error > TOLERANCE else None)
-    wrong = describe_first(TENSORS, deviations)
-    return {"error": max_over_ranks(max(errors)), **status_columns(wrong)}
+    pairs = zip(actual, _exact(layer, batch, gradient), strict=True)
+    tensors = dict(zip(TENSORS, pairs, strict=True))
+    errors = {name: _relative_error(*pair) for name, pair in tensors.items()}
+    return judge(errors, TOLERANCE, lambda name: furthest(*tensors[name]))
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
