@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from labkit.nn.attention_implementations import no_compiler_reason
@@ -42,8 +41,6 @@ class Change:
     """Why it does not apply to a training, or None."""
     title: str
     """What it is, in a sentence: "a fused optimizer"."""
-    imports: tuple[str, ...] = ()
-    """Lines that the code needs but for `import torch`."""
     setting: Context | None = None
     """In place of `make` if that sets the process: yours takes turns in the same one."""
     precision: str = "float32"
@@ -54,7 +51,6 @@ class Change:
     @property
     def code(self) -> str:
         """Return the Python that makes the change: what is printed is what was measured."""
-        # Between the line with `def` and the one with `return`.
         return dedent("".join(inspect.getsourcelines(self.make)[0][1:-1]))
 
 
@@ -156,7 +152,11 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return max(blocks, key=len, default=[])
 
 
+# Of these functions the code is printed, between the lines with `def` and `return`: it has its own
+# imports, but for torch's.
 def _use_workers(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    from torch.utils.data import DataLoader
+
     batches = DataLoader(
         batches.dataset,
         batch_sampler=batches.batch_sampler,
@@ -205,6 +205,11 @@ def _autocast(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
 
 
 def _checkpoint(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
+    from functools import partial
+
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
     blocks = [[block for block in one if list(block.children())] for one in lists]
     for block in max(blocks, key=len):
@@ -216,7 +221,6 @@ def _checkpoint(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
 CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
         make=_use_workers,
-        imports=("from torch.utils.data import DataLoader",),
         refusal=_loader_refusal,
         title="a loader with workers",
     ),
@@ -256,11 +260,6 @@ CHANGES: Mapping[str, Change] = {
     ),
     "checkpointing": Change(
         make=_checkpoint,
-        imports=(
-            "from functools import partial",
-            "from torch import nn",
-            "from torch.utils.checkpoint import checkpoint",
-        ),
         refusal=_checkpointing_refusal,
         title="checkpointing of the repeated blocks",
         saves_memory=True,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from labkit.lab.runs.store import Run
@@ -12,14 +13,29 @@ from labkit.studies.your_training.lab import found
 BUSY = "# The machine was busy: measure again before you change anything.\n"
 NOTHING = "# Nothing that was tried makes this training faster.\n"
 SDPA = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)"
-MAIN = """\
+FILE = '''\
+"""The training of {name} with the changes that pay: save it beside that file."""
+
+import torch
+
+{unchanged}
+
+
+def setup():
+{body}
+
+
 if __name__ == "__main__":
     model, batches, loss, optimizer = setup()
     for batch in batches:
         loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-"""
+'''
+ADAMW = """\
+model, batches, loss = {call}
+trained = [one for one in model.parameters() if one.requires_grad]
+optimizer = torch.optim.AdamW(trained)"""
 
 
 def script(run: Run) -> str:
@@ -38,16 +54,14 @@ def script(run: Run) -> str:
     names = in_order(name for name in table.index if name in CHANGES)
     if not names:
         return "".join(by_hand) or NOTHING
-    comments = {name: _describe(table.loc[name]) for name in names}
+    comments = {}
+    for name in names:
+        gain_and_effects = (describe_gain(table.loc[name]), describe_effects(table.loc[name]))
+        comments[name] = f"{name}: {'; '.join(filter(None, gain_and_effects))}"
     has_optimizer = bool(found(results)["has_own_optimizer"].iloc[0])
     point = next(iter(run.header.planned.values()))
     text = setup_with(point["file"], point["arguments"], comments, has_optimizer=has_optimizer)
     return "\n".join([text, *by_hand])
-
-
-def _describe(row: Any) -> str:
-    effects = describe_effects(row)
-    return f"{row['change']}: {describe_gain(row)}" + (f"; {effects}" if effects else "")
 
 
 def setup_with(
@@ -60,32 +74,15 @@ def setup_with(
     """Return a file whose `setup` calls that of `target`, and makes changes below comments."""
     path, _, function = target.rpartition(":")
     call = f"unchanged({', '.join(f'{name}={value!r}' for name, value in arguments)})"
-    body = [f"model, batches, loss, optimizer = {call}"]
+    steps = [f"model, batches, loss, optimizer = {call}"]
     if not has_optimizer:
-        body = [
-            f"model, batches, loss = {call}",
-            "trained = [one for one in model.parameters() if one.requires_grad]",
-            "optimizer = torch.optim.AdamW(trained)",
-        ]
-    imports = {"import torch"}
-    for name, comment in comments.items():
-        imports.update(CHANGES[name].imports)
-        body += ["", f"# {comment}", *CHANGES[name].code.splitlines()]
-    body.append("return model, batches, loss, optimizer")
-    file = Path(path)
-    bound = f"from {file.stem} import {function} as unchanged"
-    if not file.stem.isidentifier():  # my-train.py
-        imports.add("import importlib")
-        bound = f'unchanged = importlib.import_module("{file.stem}").{function}'
-    lines = [
-        f'"""The training of {file.name} with the changes that pay: save it beside that file."""',
-        "",
-        *sorted(imports, key=lambda line: (line.split()[1], line.startswith("from"))),
-        "",
-        bound,
-        *["", ""],
-        "def setup():",
-        *(f"    {line}".rstrip() for line in body),
-        *["", "", MAIN],
-    ]
-    return "\n".join(lines)
+        steps = [ADAMW.format(call=call)]
+    steps += [f"# {comment}\n{CHANGES[name].code.rstrip()}" for name, comment in comments.items()]
+    steps.append("return model, batches, loss, optimizer")
+    name = Path(path).name
+    module = Path(path).stem
+    unchanged = f"from {module} import {function} as unchanged"
+    if not module.isidentifier():  # my-train.py
+        unchanged = f'unchanged = __import__("{module}").{function}'
+    body = indent("\n\n".join(steps), "    ")
+    return FILE.format(name=name, unchanged=unchanged, body=body)
