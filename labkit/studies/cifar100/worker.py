@@ -164,15 +164,8 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     checks: dict[str, dict[str, Any]] = {}
     trainers: dict[str, Trainer] = {}
     for name in point.implementations:
-        # Not once per seed: what is checked does not depend on it. All ranks run the same points,
-        # so they have checked the same.
-        key = (name, recipe, len(data.training[0]))
-        checks[name] = _CHECKED.get(key, {})
-        if not checks[name]:
-            check = partial(_check, name, recipe, data, point.seed)
-            checks[name] = row_of(name, check, device=device)
+        checks[name] = _check_once(name, recipe, data, point.seed)
         if checks[name]["status"] == "ok":
-            _CHECKED[key] = checks[name]
             trainers[name] = Trainer(name, recipe, point.seed)
         else:
             yield describe(name) | {"phase": EPOCH} | checks[name]
@@ -238,6 +231,21 @@ def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict
         "validation_loss": loss,
         "accuracy_percent": 100 * accuracy,
     }
+
+
+def _check_once(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
+    """Check an implementation unless it was right before: the result does not depend on the seed.
+
+    All ranks run the same points, so they have checked the same.
+    """
+    key = (name, recipe, len(data.training[0]))
+    if key not in _CHECKED:
+        check = partial(_check, name, recipe, data, seed)
+        columns = row_of(name, check, device=recipe.device)
+        if columns["status"] != "ok":
+            return columns
+        _CHECKED[key] = columns
+    return _CHECKED[key]
 
 
 def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:

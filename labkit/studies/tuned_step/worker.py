@@ -62,10 +62,11 @@ class TunedStepPoint(ModelPoint):
 
     @property
     def planned_s(self) -> float:
-        """With compiling, unless the runs here are known not to recommend it.
+        """With compiling, unless the runs here recommend other changes alone.
 
-        Rounds may take longer than `rounds_s` after that (`SET_UP_SHARE`). Machines with GPUs have
-        faster cores than those that `COMPILE_S` is of.
+        Runs that recommend nothing so far may do so once all labs are measured. After compiling,
+        rounds may take longer than `rounds_s` (`SET_UP_SHARE`). Machines with GPUs have faster
+        cores than those that `COMPILE_S` is of.
         """
         is_not_compiled = not self.compiled and self.refusal is None
         if is_not_compiled or self.device_type == "cuda":

@@ -211,13 +211,13 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
         reached |= {node._sequence_nr() for node in nodes}
         clock.run_backward(loop, nodes)
         loop.training.optimizer.zero_grad()
-    seconds: defaultdict[Any, float] = defaultdict(float)
-    outermost_s: defaultdict[str, float] = defaultdict(float)
-    for (part, innermost, outermost), sampled_s in samples.items():
-        seconds[part] += sampled_s
-        seconds[part, innermost] += sampled_s
-        if part == FORWARD:
-            outermost_s[outermost] += sampled_s
+    part_s: defaultdict[str, float] = defaultdict(float)
+    line_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+    outermost_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for (part, innermost, outermost), seconds in samples.items():
+        part_s[part] += seconds
+        line_s[part, innermost] += seconds
+        outermost_s[part, outermost] += seconds
     backward_s = sum(clock.backward_s.values())
     unused = clock.unused_lines(reached)
     sampled = {innermost for _, innermost, _ in samples}
@@ -225,9 +225,9 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"line": line, "calls": math.ceil(clock.calls[line] / CLOCKED_PASSES)}
         # Without a sample of a part, none is its line's.
         for part in SAMPLED_PARTS:
-            row[f"{part}_share"] = seconds[part, line] / (seconds[part] or 1.0)
+            row[f"{part}_share"] = line_s[part, line] / (part_s[part] or 1.0)
         row["backward_share"] = clock.backward_s[line] / (backward_s or 1.0)
         row["unused_share"] = 0.0
         if line in unused:
-            row["unused_share"] = outermost_s[line] / (seconds[FORWARD] or 1.0)
+            row["unused_share"] = outermost_s[FORWARD, line] / (part_s[FORWARD] or 1.0)
         yield row
