@@ -46,7 +46,7 @@ class YourTrainingConfig(TimedConfig):
 
 
 def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainingPoint]:
-    """Plan the step as it is, all changes in one process, which knows what pays together, ranks."""
+    """Plan the step; the changes, in one process, which learns what pays; values; ranks."""
     shared: dict[str, Any] = {
         "file": absolute_target(config.file) if config.file else "",
         "arguments": tuple(sorted(config.arguments.items())),

@@ -24,10 +24,10 @@ BATCH = "batch"
 def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
     """Run one step of a loop in its turn; yield a row per holder of memory at the step's peak.
 
-    `holder`: "parameters", "optimizer states", "gradients", the optimizer's step with its temporary
-    tensors, or the line of the reader's that allocated it, in the backward pass the line that is
-    differentiated. Bytes are counted from what operators return, without the batch, a kernel's
-    scratch and the allocator's rounding.
+    `holder`: "parameters" with the buffers, "optimizer states", "gradients", the optimizer's step
+    with its temporary tensors, or the line of the reader's that allocated it, in the backward pass
+    the line that is differentiated. Bytes are counted from what operators return, without the
+    batch, a kernel's scratch and the allocator's rounding.
     """
     training = loop.training
     model = training.model
