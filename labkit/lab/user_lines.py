@@ -10,6 +10,10 @@ NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "
 CELL = "cell"
 
 
+class DescribedError(ValueError):
+    """An error of a user's code in one line, with the line of the code: no class need be named."""
+
+
 def user_line(error: Exception) -> str:
     """Return the deepest line of a user's code, as ", line 3 of the cell", or ""."""
     file, number = deepest_user_line(error)

@@ -32,8 +32,8 @@ from labkit.studies.your_training.setup import SetupError, build, check_first_st
 from labkit.studies.your_training.worker import (
     TOGETHER,
     YOURS,
-    Bench,
     YourTrainingPoint,
+    compare,
     measure,
 )
 
@@ -44,6 +44,8 @@ def _sampled_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FOLDER = Path(__file__).parent / "setups"
+# What times steps in turns.
+CLOCK = "labkit.studies.shared.alternatives.time_parts_interleaved"
 RIGHT = (
     *("gpt", "returns_an_object", "images", "lstm", "tied_and_frozen", "dropout", "experts"),
     *("dictionaries", "script"),
@@ -201,7 +203,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a scheduler": (lambda: linear(optimizer=SGD, scheduler=max), "got a tuple of 5"),
     "raises": (_raise, "no such file"),
     "the loss raises": (lambda: linear(loss=_raise), "no such file"),
-    "needs an argument": (lambda batch: linear(), "default for its argument 'batch'"),
+    "needs an argument": (lambda batch: linear(), "argument: 'batch'"),
 }
 
 
@@ -491,11 +493,11 @@ def test_a_turn_has_a_step_for_each_batch_that_workers_prepare(
 ) -> None:
     asked = []
 
-    def time_none(actions: dict[str, Any], *, calls: int, **_: Any) -> dict[str, list[float]]:
+    def time_none(actions: dict[str, Any], *, calls: int, **_: Any) -> dict[str, Any]:
         asked.append(calls)
-        return {name: [1.0] for name in actions}
+        return {name: {"": [1.0]} for name in actions}
 
-    monkeypatch.setattr("labkit.studies.your_training.loop.time_interleaved", time_none)
+    monkeypatch.setattr(CLOCK, time_none)
 
     def make(workers: int = 0) -> Any:
         data: Any = list(torch.randn(16, 8))
@@ -521,24 +523,25 @@ def test_nothing_is_compiled_in_a_timed_step(
         compiled.append(graph)
         return graph.forward
 
-    def time_steps(actions: Any, *, prepare: Any, **_: Any) -> dict[str, list[float]]:
+    def time_steps(actions: Any, *, prepare: Any, **_: Any) -> dict[str, Any]:
         before = len(compiled)
         prepare("changed")
         for _ in range(4):
-            actions["changed"]()
+            actions["changed"][""]()
         assert len(compiled) == before > 0
-        return {name: [1.0] for name in actions}
+        return {name: {"": [1.0]} for name in actions}
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr("labkit.studies.your_training.changes.no_compiler_reason", lambda _: None)
-    monkeypatch.setattr("labkit.studies.your_training.loop.time_interleaved", time_steps)
+    monkeypatch.setattr(CLOCK, time_steps)
     # Four rows, four, and two.
     rows_of_data: Any = list(torch.randn(10, 8))
     loader = DataLoader(rows_of_data, batch_size=4)
     point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # what a change of threads would be compiled again for
-    rows = list(Bench(point, lambda: linear(loader)).compare("changed", changes))
+    make = partial(build, lambda: linear(loader))
+    rows = list(compare(point, make, "changed", changes))
     torch.set_num_threads(threads)
     assert [row["status"] for row in rows] == ["ok", "ok"]
 
@@ -643,16 +646,15 @@ def test_seconds_per_sample_are_of_as_many_samples_as_the_turn_had(
     def make(batch: int) -> Any:
         return build(lambda: linear(DataLoader(rows_of_data, batch_size=batch)))
 
-    def time_turn(actions: Any, *, calls: int, prepare: Any, **_: Any) -> dict[str, list[float]]:
-        for name, action in actions.items():
+    def time_turn(actions: Any, *, calls: int, prepare: Any, **_: Any) -> dict[str, Any]:
+        for name, parts in actions.items():
             prepare(name)
             for _call in range(calls):
-                action()
-        return {name: [1.0] for name in actions}
+                parts[""]()
+        return {name: {"": [1.0]} for name in actions}
 
-    module = "labkit.studies.your_training.loop"
-    monkeypatch.setattr(f"{module}.time_interleaved", time_turn)
-    monkeypatch.setattr(f"{module}.MAX_CALLS", 2)
+    monkeypatch.setattr(CLOCK, time_turn)
+    monkeypatch.setattr("labkit.studies.your_training.loop.MAX_CALLS", 2)
     seconds = {row["argument"]: row["seconds"] for row in measure_values(make, "batch", (5, 8), {})}
     assert seconds == {"batch=5": [1 / 5], "batch=8": [1 / 5]}
 

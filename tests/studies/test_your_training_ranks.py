@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from labkit.lab.metric import Results
+from labkit.lab.point import TimedPoint
 from labkit.parallel import data_parallel
 from labkit.parallel.data_parallel import LOCAL
 from labkit.studies.shared import alternatives
@@ -20,11 +21,11 @@ from tests.cases import thinned
 from tests.parallel.shared_ranks import on_ranks
 
 FOLDER = Path(__file__).parent / "setups"
-ROUNDS = {"warmup": 0, "repeats": 1}
+POINT = TimedPoint(warmup=0, repeats=1)
 
 
 def rows_on_ranks(function):
-    return list(measure_ranks(partial(build, function), 0, ROUNDS))
+    return list(measure_ranks(POINT, partial(build, function)))
 
 
 @on_ranks(2, slow=[3])

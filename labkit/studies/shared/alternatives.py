@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from labkit.bench.check import refusal_columns
 from labkit.bench.clock import time_parts_interleaved
-from labkit.lab.user_lines import user_line
+from labkit.lab.user_lines import DescribedError, user_line
 from labkit.machine.cgroups import available_cores
 from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
 from labkit.parallel.traffic import Collective, recorded_traffic
@@ -173,6 +173,8 @@ def describe_failure(error: Exception, device: str) -> dict[str, str]:
             torch.cuda.synchronize()
         except Exception as dead:
             raise error from dead
+    if isinstance(error, DescribedError):
+        return {"status": "failed", "reason": str(error)}
     kind = type(error).__name__
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):

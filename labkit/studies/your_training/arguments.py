@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from labkit.bench.check import OK
-from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.studies.shared.alternatives import row_of
 from labkit.studies.shared.held import FIT_SHARE
 from labkit.studies.your_training.loop import Loop, time_steps
 from labkit.studies.your_training.memory import available_bytes, count_peak
@@ -39,31 +40,33 @@ def measure_values(
     """Yield seconds per sample for each value of an argument, measured in turns."""
     loops: dict[str, Loop] = {}
     samples: dict[str, Samples] = {}
+
+    def check(label: str, value: Any) -> dict[str, Any]:
+        training = make(**{name: value})
+        batch, _ = check_first_step(training)
+        samples[label] = Samples(training.loss)
+        counted = replace(training, loss=samples[label])
+        loop = Loop(counted, settings=[samples[label].turn])
+        loop.warm_up()
+        loops[label] = loop
+        return OK | {"n_samples": count_samples(batch)}
+
+    rows = {}
     for value in values:
         label = f"{name}={value}"
-        about = {"kind": "argument", "argument": label}
-        try:
-            training = make(**{name: value})
-            batch, _ = check_first_step(training)
-        except SetupError as error:
-            yield about | {"status": "failed", "reason": str(error)}
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            yield about | {"status": "oom", "reason": "out of memory"}
-        else:
-            samples[label] = Samples(training.loss, count_samples(batch))
-            counted = replace(training, loss=samples[label])
-            loops[label] = Loop(counted, settings=[samples[label].turn])
-    if not loops:
-        return
-    for label, steps in time_steps(loops, **rounds).items():
-        # A turn begins with steps that are not timed.
-        turns = [turn[loops[label].prefetched :] for turn in samples[label].turns[-len(steps) :]]
-        # Per sample, so that batches of different sizes compare.
-        seconds = [step / fmean(turn) for step, turn in zip(steps, turns, strict=True)]
-        size = samples[label].of_first
-        yield {"kind": "argument", "argument": label, "n_samples": size, "seconds": seconds} | OK
+        # Of a value that raises it is not known: that of the others.
+        devices = [str(loop.training.device) for loop in loops.values()] or ["cpu"]
+        checked = row_of(label, partial(check, label, value), device=devices[0])
+        rows[label] = {"kind": "argument", "argument": label} | checked
+    for row in time_steps(loops, rows, **rounds):
+        if "seconds" in row:
+            label = row["argument"]
+            # Per sample, so that batches of different sizes compare. A turn begins with steps that
+            # are not timed.
+            turns = samples[label].turns[-len(row["seconds"]) :]
+            sizes = [fmean(turn[loops[label].prefetched :]) for turn in turns]
+            row["seconds"] = [step / size for step, size in zip(row["seconds"], sizes, strict=True)]
+        yield row
 
 
 @dataclass
@@ -71,8 +74,6 @@ class Samples:
     """A loss that counts the samples of each batch by turn: the last one of an epoch has fewer."""
 
     loss: Loss
-    of_first: int
-    """Samples of the first batch, which names the value in tables."""
     turns: list[list[int]] = field(default_factory=list)
 
     @contextmanager

@@ -22,7 +22,7 @@ from labkit.bench.check import (
     refusal_columns,
     status_columns,
 )
-from labkit.bench.clock import time_interleaved
+from labkit.studies.shared.alternatives import timed_rows
 from labkit.studies.shared.checks import TOLERANCES
 from labkit.studies.your_training.lines import user_lines
 from labkit.studies.your_training.loop import Loop
@@ -180,15 +180,12 @@ def attention_rows(loop: Loop, rounds: dict[str, Any]) -> Iterator[dict[str, Any
             yield about | {"attention": SDPA, **refusal_columns(reason)}
             continue
         passes = _passes(shape, device)
+        rows = {name: about | OK | {"attention": name} for name in passes}
         gradients = {name: dict(zip("qkv", run(), strict=True)) for name, run in passes.items()}
         error = largest_difference(gradients[SDPA], gradients[BY_HAND])
         tolerance = TOLERANCES[str(shape.dtype).removeprefix("torch.")]
-        status = {BY_HAND: OK, SDPA: status_columns(describe_error(error, tolerance))}
-        right = {name: run for name, run in passes.items() if status[name] == OK}
-        seconds = time_interleaved(right, device=device, **rounds)
-        for name in passes:
-            timed = {"seconds": seconds[name]} if name in seconds else {}
-            yield about | {"attention": name, **status[name], **timed}
+        rows[SDPA] |= status_columns(describe_error(error, tolerance))
+        yield from timed_rows(rows, passes, device=str(device), **rounds)
 
 
 def _passes(shape: AttentionShape, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -200,21 +197,20 @@ def _passes(shape: AttentionShape, device: torch.device) -> dict[str, Callable[[
     options: dict[str, Any] = {"dtype": shape.dtype, "device": device}
     inputs = [torch.randn(size, **options, requires_grad=True) for size in (queries, keys, keys)]
     outer = torch.randn(queries, **options)
-    is_causal = shape.mask == "causal"
-    hidden = None
-    if shape.mask != "none":  # another mask takes as long as this one
-        hidden = torch.ones(shape.queries, shape.keys, dtype=torch.bool, device=device).triu(1)
+    # Another mask takes as long as this one.
+    hidden = torch.ones(shape.queries, shape.keys, dtype=torch.bool, device=device).triu(1)
+    masks: dict[str, dict[str, Any]] = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "other": {"attn_mask": ~hidden},
+    }
+    sdpa = partial(scaled_dot_product_attention, **masks[shape.mask])
 
     def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.transpose(-2, -1) / shape.head_dim**0.5
-        if hidden is not None:
+        if shape.mask != "none":
             scores = scores.masked_fill(hidden, -math.inf)
         return scores.softmax(-1) @ v
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if is_causal or hidden is None:
-            return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        return scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
 
     def gradients(attend: Callable[..., Tensor]) -> Any:
         return torch.autograd.grad(attend(*inputs), inputs, outer)

@@ -100,9 +100,8 @@ def trained_loss(loop: Loop, batch: Any) -> float:
         # One batch again and again: its loss falls, and shows an update that is wrong.
         for _ in range(TRAINED_STEPS):
             loop.step_on(batch)
-        loop.use(batch)
         with torch.no_grad():
-            return float(loop.forward())
+            return float(loop.forward(batch))
 
 
 @contextmanager
@@ -214,14 +213,14 @@ def is_random(loop: Loop, batch: Any, seed: int) -> bool:
     with restored(loop.training.model), torch.no_grad():
         for number in (seed, seed + 1):
             seed_everything(number)
-            loop.use(batch)
-            losses.append(float(loop.forward()))
+            losses.append(float(loop.forward(batch)))
     return losses[0] != losses[1]
 
 
 def are_equal(batch: Any, other: Any) -> bool:
     """Return whether two batches have equal tensors; words, paths and the like do not count."""
-    tensors, others = tensors_in(batch), tensors_in(other)
+    tensors = tensors_in(batch)
+    others = tensors_in(other)
     return len(tensors) == len(others) and all(map(_is_same, tensors, others))
 
 

@@ -5,6 +5,7 @@ with loop.turn():
     loop.take_batch(); loop.forward(); loop.backward(); loop.update()     # or loop.step()
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,8 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from labkit.bench.clock import time_interleaved, time_once
+from labkit.bench.clock import time_once
 from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER
+from labkit.studies.shared.alternatives import timed_rows
 from labkit.studies.your_training.setup import Training, errors_in_one_line
 
 INPUT = "input"
@@ -37,6 +39,8 @@ class Loop:
     """Settings of the process that hold in its turns, such as the number of threads."""
     part: str = ""
     """The part of a step that runs."""
+    step_s: float = math.nan
+    """Seconds of the step that ended the warm-up."""
     _batches: Iterator[Any] | None = None
     _batch: Any = None
     _loss: Tensor | None = None
@@ -70,6 +74,13 @@ class Loop:
                     self._stop_workers()
                 self._batch = None
 
+    def warm_up(self) -> None:
+        """Run a turn of a few steps, and learn how long one takes."""
+        with self.turn():
+            self.step()
+            self.reach_steady_state()
+            self.step_s = time_once(self.step, self.training.device)[1]
+
     def reach_steady_state(self) -> None:
         """Run steps until the loader's workers are in the middle of an epoch."""
         # Their first batches are late, or were prepared while nobody needed them. And the first
@@ -91,13 +102,11 @@ class Loop:
             self._batch = next(self._batches)
         return self._batch
 
-    def use(self, batch: Any) -> None:
-        """Use this batch in the next forward pass."""
-        self._batch = batch
-
-    def forward(self) -> Tensor:
-        """Run the forward pass and the loss on the batch; return the loss."""
+    def forward(self, batch: Any = None) -> Tensor:
+        """Run the forward pass and the loss on a batch, or on the one taken; return the loss."""
         self.part = FORWARD
+        if batch is not None:
+            self._batch = batch
         with errors_in_one_line("the forward pass"):
             self._loss = self.training.loss(self.call, self._batch)
         return self._loss
@@ -123,8 +132,7 @@ class Loop:
 
     def step_on(self, batch: Any) -> None:
         """Run a step on this batch."""
-        self.use(batch)
-        self.forward()
+        self.forward(batch)
         self.backward()
         self.update()
 
@@ -144,8 +152,7 @@ class Loop:
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor]]:
         """Return loss and gradients on a batch, by parameter name; they are dropped here."""
-        self.use(batch)
-        loss = float(self.forward().detach())
+        loss = float(self.forward(batch).detach())
         self.backward()
         # Copied in float32: the next pass writes into the same tensors, and 16 bits are compared.
         gradients = {
@@ -171,23 +178,22 @@ def taking_turns(loops: Mapping[str, Loop]) -> Iterator[Callable[[str], None]]:
         yield begin
 
 
-def time_steps(loops: Mapping[str, Loop], **rounds: Any) -> Mapping[str, list[float]]:
-    """Return seconds of a step of each loop, a mean over each of its turns, interleaved.
+def time_steps(
+    loops: Mapping[str, Loop], rows: Mapping[str, dict[str, Any]], **rounds: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield each row with seconds of a step of its loop, a mean over each turn, interleaved.
 
-    `rounds`: arguments of `time_interleaved`.
+    Loops are warm. Rows without a loop are those of what failed. `rounds`: options of the clock.
     """
+    if not loops:
+        yield from rows.values()
+        return
     device = next(iter(loops.values())).training.device
-    # Warm up, and learn how long a step is.
-    step_s = 0.0
-    for loop in loops.values():
-        with loop.turn():
-            loop.step()
-            loop.reach_steady_state()
-            step_s = max(step_s, time_once(loop.step, device)[1])
+    step_s = max(loop.step_s for loop in loops.values())
     # At least what a loader's workers have prepared when a turn begins: fewer would be free. And
     # they end their batches together, so that one step alone would wait for all of them.
     most_prefetched = max(loop.prefetched for loop in loops.values())
     calls = max(1, min(MAX_CALLS, round(TURN_S / step_s)), most_prefetched)
-    actions = {name: loop.step for name, loop in loops.items()}
+    steps = {name: loop.step for name, loop in loops.items()}
     with taking_turns(loops) as begin:
-        return time_interleaved(actions, device=device, calls=calls, prepare=begin, **rounds)
+        yield from timed_rows(rows, steps, device=str(device), calls=calls, prepare=begin, **rounds)

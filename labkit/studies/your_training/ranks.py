@@ -6,10 +6,9 @@ parameters after two steps are those of one process that trains on the batches o
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -18,19 +17,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from labkit.bench.check import OK, largest, max_over_ranks, refusal_columns
+from labkit.lab.point import TimedPoint
 from labkit.nn.training import Workload
 from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, TORCH
 from labkit.parallel.data_parallel import wrap as wrap_data_parallel
 from labkit.parallel.sharding import whole_parameters
-from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.studies.shared.alternatives import check_and_time
-from labkit.studies.shared.checks import (
-    STEPS,
-    Reference,
-    train_in_one_process,
-)
+from labkit.studies.shared.alternatives import check_and_time, shared_memory_refusal
+from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
 from labkit.studies.shared.held import held_bytes
 from labkit.studies.shared.sharding_strategies import shard
 from labkit.studies.your_training.check import (
@@ -55,15 +50,18 @@ EPS_SHARE = 0.01
 MIN_LR = 1e-3
 
 
-def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Iterator[dict[str, Any]]:
+def measure_ranks(point: TimedPoint, make: Callable[[], Training]) -> Iterator[dict[str, Any]]:
     """Yield seconds of each part of a step by strategy, on this rank, and the bytes it holds.
 
     `make` builds equal trainings. SetupError on all ranks if one of them cannot train.
     """
     # torch's FSDP warns of each layer whose output is a view, on each rank.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    rank = Rank.of(make, seed)
-    device = str(rank.make().device)
+    rank = Rank(make, point.seed)
+    local = rank.wrap(LOCAL)
+    device = str(local.training.device)
+    # A loader's workers end their batches together: one step alone would wait for all or for none.
+    n_steps = max(1, local.prefetched)
     # Hosts may round otherwise, and one that refuses would leave the others waiting.
     is_rounding = max_over_ranks(float(not any(rank.reference.scales.values()))) > 0
     rows: dict[str, dict[str, Any]] = {}
@@ -71,11 +69,9 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
         rows[name] = {"kind": "rank part", "strategy": name}
         if is_rounding and name != LOCAL:
             rows[name] |= refusal_columns("it cannot be checked: rounding alone decides parameters")
-        elif name in OVER_SHARED_MEMORY and (device != "cpu" or transport_in_use()[0] != SHARED):
-            rows[name] |= refusal_columns("ranks do not share memory here")
+        elif name in OVER_SHARED_MEMORY:
+            rows[name] |= shared_memory_refusal(device)
     loops: dict[str, Loop] = {}
-    # A loader's workers end their batches together: one step alone would wait for all or for none.
-    n_steps = max(1, rank.wrap(LOCAL).prefetched)
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
         loops[name] = rank.wrap(name)
@@ -85,7 +81,7 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
 
     # The check fills `loops`, before the first turn begins.
     with taking_turns(loops) as begin:
-        options: dict[str, Any] = {"before": dist.barrier, "prepare": begin, **rounds}
+        options: dict[str, Any] = {"before": dist.barrier, "prepare": begin, **point.rounds}
         for row in check_and_time(rows, check, "part", device=device, **options):
             if "part" in row:
                 # Shares of the mean step, which the parts of all steps add up to.
@@ -94,29 +90,27 @@ def measure_ranks(make: Callable[[], Training], seed: int, rounds: Any) -> Itera
             yield row
 
 
-@dataclass(frozen=True)
 class OptimizerPlan:
-    """A reader's optimizer as class and settings, to be built on a wrapped model."""
+    """A reader's optimizer as class and settings, to be built on a wrapped model.
 
-    kind: Any
-    settings: dict[str, Any]
-    groups: list[dict[str, Any]]
-    """With names in the place of parameters: a wrapper may replace the model's."""
-    eps: float
+    SetupError for one with parameters that are not the model's.
+    """
 
-    @staticmethod
-    def of(training: Training, eps: float) -> "OptimizerPlan":
-        """Plan the optimizer of a training whose model is bare.
-
-        SetupError for parameters that are not the model's.
-        """
-        names = {id(parameter): name for name, parameter in training.model.named_parameters()}
-        groups, settings = _constructor_arguments(training.optimizer)
-        for group in groups:
-            if not all(id(parameter) in names for parameter in group["params"]):
+    def __init__(self, training: Training, eps: float) -> None:
+        optimizer = training.optimizer
+        self.kind: Any = type(optimizer)
+        self.eps = eps
+        # Some defaults are set by the class itself, such as AdamW's decoupled weight decay.
+        known = {*inspect.signature(self.kind).parameters, "params"}
+        self.settings = {name: one for name, one in optimizer.defaults.items() if name in known}
+        # With names in the place of parameters: a wrapper may replace the model's.
+        self.groups: list[dict[str, Any]] = []
+        names = {parameter: name for name, parameter in training.model.named_parameters()}
+        for group in optimizer.param_groups:
+            if not names.keys() >= {*group["params"]}:
                 raise SetupError("expected an optimizer of the model's parameters alone on ranks")
-            group["params"] = [names[id(parameter)] for parameter in group["params"]]
-        return OptimizerPlan(type(training.optimizer), settings, groups, eps)
+            planned = {name: one for name, one in group.items() if name in known}
+            self.groups.append(planned | {"params": [names[one] for one in group["params"]]})
 
     def checked_groups(self, wrapped: nn.Module) -> list[dict[str, Any]]:
         """Return groups of a wrapped model's parameters, with settings that rounding leaves alone.
@@ -144,93 +138,46 @@ class OptimizerPlan:
             group.update({name: planned[name] for name in ("eps", "lr") if name in planned})
 
 
-def _constructor_arguments(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return groups and settings from which its class makes an optimizer like this one."""
-    # Some defaults are set by the class itself, such as AdamW's decoupled weight decay.
-    names = {*inspect.signature(type(optimizer)).parameters, "params"}
-    groups = [
-        {name: value for name, value in group.items() if name in names}
-        for group in optimizer.param_groups
-    ]
-    settings = {name: value for name, value in optimizer.defaults.items() if name in names}
-    return groups, settings
-
-
-@dataclass
 class Rank:
     """One rank's share of a training, and the training in one process that it is compared with."""
 
-    make: Callable[[], Training]
-    batch: Any
-    """This rank's first batch."""
-    weight: float
-    """Factor of this rank's loss in the check: 1 on average, another one on each rank.
-
-    Ranks may have equal batches. Then a mean that leaves one of them out would still be right.
-    """
-    plan: OptimizerPlan
-    is_random: bool
-    """Whether the model draws random numbers: it is then compared in evaluation mode."""
-    has_unused: bool
-    """Whether parameters get no gradient, which wrappers must know."""
-    reference: Reference
-
-    @staticmethod
-    def of(make: Callable[[], Training], seed: int) -> "Rank":
+    def __init__(self, make: Callable[[], Training], seed: int) -> None:
         """Build the training on every rank, and train it in one process on all ranks' batches."""
+        self.make = make
         number = dist.get_rank()
         world_size = dist.get_world_size()
-        unused: list[str] = []
-
-        # On all ranks or on none: one that fails would leave the others in their first collective.
-        def describe() -> dict[str, Any]:
-            training = make()
-            if dist.get_backend() == "nccl" and training.device.type != "cuda":
-                raise SetupError(
-                    f"expected the model on a GPU, as ranks are, got {training.device}"
-                )
-            unused.extend(check_first_step(training)[1])
-            names = [name for name, _ in training.model.named_parameters()]
-            return {"parameters": names, "optimizer": type(training.optimizer).__name__}
-
-        try:
-            agree_once("setup", describe)
-        except ValueError as error:  # of this rank, or of another
-            raise SetupError(str(error)) from error
+        # Wrappers must know whether parameters get no gradient.
+        self.has_unused = _agree_on_setup(make)
         # Each rank makes the batches of all ranks: it also trains as the one process.
         batches = [
             first_batch(share_batches(make(), rank, world_size), seed) for rank in range(world_size)
         ]
+        # Factors of the ranks' losses, 1 on average. Ranks may have equal batches: then a mean that
+        # leaves one of them out would still be right.
         weights = [2 * (rank + 1) / (world_size + 1) for rank in range(world_size)]
+        self.batch = batches[number]
+        self.weight = weights[number]
         yours = Loop(make())
         _, gradients = yours.gradients(batches[0])
         eps = EPS_SHARE * max(largest(one) for one in gradients.values())
-        plan = OptimizerPlan.of(yours.training, eps)
-        has_random = is_random(yours, batches[0], seed)
+        self.plan = OptimizerPlan(yours.training, eps)
+        # Then it is compared in evaluation mode.
+        self.is_random = is_random(yours, batches[0], seed)
 
         def train(seed: int | None = None) -> Reference:
             # A fresh one: the gradients above have moved running statistics.
             fresh = make()
-            fresh.model.train(fresh.model.training and not has_random)
+            fresh.model.train(fresh.model.training and not self.is_random)
             if seed is not None:
                 round_otherwise(fresh.model, seed)
             workloads = [
                 Workload(lambda: fresh.model, partial(_loss, fresh, batch, weight))
                 for batch, weight in zip(batches, weights, strict=True)
             ]
-            return train_in_one_process(workloads, plan.build)
+            return train_in_one_process(workloads, self.plan.build)
 
         # One at a time: each has a copy of the model.
-        reference = allow_rounding(train(), (train(seed) for seed in range(ROUNDINGS)))
-        return Rank(
-            make=make,
-            batch=batches[number],
-            weight=weights[number],
-            plan=plan,
-            is_random=has_random,
-            has_unused=bool(unused),
-            reference=reference,
-        )
+        self.reference = allow_rounding(train(), (train(seed) for seed in range(ROUNDINGS)))
 
     def wrap(self, name: str) -> Loop:
         """Return this rank's loop under a strategy, with the reader's optimizer and its groups."""
@@ -266,26 +213,30 @@ class Rank:
         return columns | held
 
 
+def _agree_on_setup(make: Callable[[], Training]) -> bool:
+    """Return whether a training has parameters without a gradient. SetupError on all ranks or none.
+
+    One that fails would leave the others in their first collective.
+    """
+    unused: list[str] = []
+
+    def describe() -> dict[str, Any]:
+        training = make()
+        if dist.get_backend() == "nccl" and training.device.type != "cuda":
+            raise SetupError(f"expected the model on a GPU, as ranks are, got {training.device}")
+        unused.extend(check_first_step(training)[1])
+        names = [name for name, _ in training.model.named_parameters()]
+        return {"parameters": names, "optimizer": type(training.optimizer).__name__}
+
+    try:
+        agree_once("setup", describe)
+    except ValueError as error:  # of this rank, or of another
+        raise SetupError(str(error)) from error
+    return bool(unused)
+
+
 def _loss(training: Training, batch: Any, weight: float, model: nn.Module) -> Tensor:
     return weight * training.loss(model, batch)
-
-
-@dataclass
-class EveryOther:
-    """A rank's batches of a sampler: every `world_size`-th, from its own number up."""
-
-    batches: Iterable[Any]
-    rank: int
-    world_size: int
-
-    def __iter__(self) -> Iterator[Any]:
-        # The last ones are left out, so that all ranks have equally many.
-        whole = len(self) * self.world_size
-        return islice(iter(self.batches), self.rank, whole, self.world_size)
-
-    def __len__(self) -> int:
-        batches: Any = self.batches
-        return max(1, len(batches) // self.world_size)
 
 
 def share_batches(training: Training, rank: int, world_size: int) -> Training:
@@ -301,10 +252,12 @@ def share_batches(training: Training, rank: int, world_size: int) -> Training:
         return replace(training, batches=batches[first:] + batches[:first])
     is_shareable = isinstance(batches, DataLoader) and batches.batch_sampler is not None
     if is_shareable and isinstance(batches.sampler, RandomSampler | SequentialSampler):
-        sampler = EveryOther(batches.batch_sampler, rank, world_size)
+        drawn = [*batches.batch_sampler]
+        # The last ones are left out, so that all ranks have equally many.
+        whole = len(drawn) - len(drawn) % world_size
         loader: Any = DataLoader(
             batches.dataset,
-            batch_sampler=sampler,
+            batch_sampler=drawn[rank:whole:world_size] or drawn[:1],
             collate_fn=batches.collate_fn,
             pin_memory=batches.pin_memory,
             timeout=batches.timeout,

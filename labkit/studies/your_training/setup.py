@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from labkit.lab.project import kind_of_path
-from labkit.lab.user_lines import deepest_user_line
+from labkit.lab.user_lines import DescribedError, deepest_user_line
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.torch_private import tree_leaves
 
@@ -36,7 +36,7 @@ FUNCTION = "setup"
 RETURNS = "(model, batches, loss) or (model, batches, loss, optimizer)"
 
 
-class SetupError(ValueError):
+class SetupError(DescribedError):
     """What is wrong with a setup, in one line, with the line of the user's file if there is one."""
 
 
@@ -175,15 +175,12 @@ def _last_user_line(error: BaseException) -> str:
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """SetupError for arguments that the function lacks, and for ones that it needs."""
-    parameters = inspect.signature(function).parameters
-    for name in arguments:
-        if name not in parameters:
-            names = ", ".join(parameters) or "none"
-            raise SetupError(f"{function.__name__} takes no argument {name!r}; it takes {names}")
-    for name, parameter in parameters.items():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not is_variadic and name not in arguments:
-            raise SetupError(f"{function.__name__}: expected a default for its argument {name!r}")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        names = ", ".join(signature.parameters)
+        raise SetupError(f"{function.__name__}({names}): {error}") from None
 
 
 def seed_everything(seed: int) -> None:

@@ -13,8 +13,8 @@ from labkit.bench.check import OK, refusal_columns
 from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.intervals import estimate_paired
 from labkit.lab.point import TimedPoint
-from labkit.studies.shared.alternatives import describe_failure, sum_rounds
-from labkit.studies.your_training.arguments import default_batch, find_batches, measure_values
+from labkit.studies.shared.alternatives import row_of, sum_rounds
+from labkit.studies.your_training.arguments import Make, default_batch, find_batches, measure_values
 from labkit.studies.your_training.attention import attention_rows
 from labkit.studies.your_training.changes import CHANGES, COMPILE, apply
 from labkit.studies.your_training.check import compare_results
@@ -80,110 +80,108 @@ def measure(point: YourTrainingPoint, setup: Setup | None = None) -> Iterator[di
         function = load_setup(point.file) if point.file else setup
         if function is None:
             raise SetupError("expected a setup, such as --set file=train.py:setup")
-        bench = Bench(point, function)
-        sweeps: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-            "step": bench.measure_step,
-            "changes": bench.measure_changes,
-            "argument": bench.measure_argument,
-            "ranks": partial(measure_ranks, bench.build, point.seed, point.rounds),
+        # A fresh training each time, with the same parameters.
+        make = partial(build, function, point.seed, **dict(point.arguments))
+        sweeps: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
+            "step": measure_step,
+            "changes": measure_changes,
+            "argument": partial(measure_argument, setup=function),
+            "ranks": measure_ranks,
         }
-        yield from sweeps[point.sweep]()
+        yield from sweeps[point.sweep](point, make)
     except SetupError as error:
         yield refusal_columns(str(error))
 
 
-@dataclass
-class Bench:
-    """Builds trainings of one setup, and measures them."""
+def measure_step(point: YourTrainingPoint, make: Make) -> Iterator[dict[str, Any]]:
+    """Yield what was found, seconds of each part of a step, then its lines and its memory."""
+    training = make()
+    batch, without_gradient = check_first_step(training)
+    loop = Loop(training)
+    found = describe_training(training, batch, without_gradient)
+    yield {"kind": "found", **found, "flops": count_flops(loop, batch)}
+    warmup = point.warmup + loop.prefetched
+    options = point.rounds | {"warmup": warmup}
+    device = training.device
+    yardstick_s = time_yardstick()
+    with loop.turn():
+        samples = time_parts_interleaved({YOURS: loop.parts}, device=device, **options)[YOURS]
+        samples[STEP] = sum_rounds(samples, PARTS)
+        for part, seconds in samples.items():
+            yield {"kind": "part", "part": part, "seconds": seconds}
+        # Not between the steps: workers of a loader would go on in the meantime.
+        yield {"kind": YARDSTICK, "seconds": yardstick_s + time_yardstick()}
+        # On a GPU operators run behind the lines that launch them: stacks say nothing.
+        if device.type == "cpu":
+            n_steps = max(3, round(LINES_S / float(np.median(samples[STEP]))))
+            yield from ({"kind": "line"} | row for row in line_rows(loop, n_steps))
+        yield from ({"kind": "memory"} | row for row in memory_rows(loop))
 
-    point: YourTrainingPoint
-    setup: Setup
 
-    def build(self, **arguments: Any) -> Training:
-        """Return a fresh training, with the same parameters each time."""
-        return build(self.setup, self.point.seed, **dict(self.point.arguments) | arguments)
+def measure_changes(point: YourTrainingPoint, make: Make) -> Iterator[dict[str, Any]]:
+    """Yield seconds of a step under each change and of yours, interleaved.
 
-    def measure_step(self) -> Iterator[dict[str, Any]]:
-        """Yield what was found, seconds of each part of a step, then its lines and its memory."""
-        training = self.build()
-        batch, without_gradient = check_first_step(training)
-        loop = Loop(training)
-        found = describe_training(training, batch, without_gradient)
-        yield {"kind": "found", **found, "flops": count_flops(loop, batch)}
-        warmup = self.point.warmup + loop.prefetched
-        options = self.point.rounds | {"warmup": warmup}
-        device = training.device
-        yardstick_s = time_yardstick()
-        with loop.turn():
-            samples = time_parts_interleaved({YOURS: loop.parts}, device=device, **options)[YOURS]
-            samples[STEP] = sum_rounds(samples, PARTS)
-            for part, seconds in samples.items():
-                yield {"kind": "part", "part": part, "seconds": seconds}
-            # Not between the steps: workers of a loader would go on in the meantime.
-            yield {"kind": YARDSTICK, "seconds": yardstick_s + time_yardstick()}
-            # On a GPU operators run behind the lines that launch them: stacks say nothing.
-            if device.type == "cpu":
-                n_steps = max(3, round(LINES_S / float(np.median(samples[STEP]))))
-                yield from ({"kind": "line"} | row for row in line_rows(loop, n_steps))
-            yield from ({"kind": "memory"} | row for row in memory_rows(loop))
+    The changes that pay are measured together in the end. Each comparison is a session: its
+    ratios are to yours of the same minute. Before all, attention by hand is compared with SDPA.
+    """
+    loop = Loop(make())
+    with loop.turn():
+        yield from attention_rows(loop, point.rounds)
+    gains = []
+    for session, name in enumerate(point.changes, 1):
+        reason = CHANGES[name].refusal(make())
+        if reason is not None:
+            yield {"change": name, **refusal_columns(reason)}
+            continue
+        rows = [row | {"session": session} for row in compare(point, make, name, (name,))]
+        yield from rows
+        if _pays(rows):
+            gains.append(name)
+    if len(gains) > 1:
+        rows = list(compare(point, make, TOGETHER, tuple(gains)))
+        yield from (row | {"session": len(point.changes) + 1} for row in rows)
 
-    def measure_changes(self) -> Iterator[dict[str, Any]]:
-        """Yield seconds of a step under each change and of yours, interleaved.
 
-        The changes that pay are measured together in the end. Each comparison is a session: its
-        ratios are to yours of the same minute. Before all, attention by hand is compared with SDPA.
-        """
-        loop = Loop(self.build())
-        with loop.turn():
-            yield from attention_rows(loop, self.point.rounds)
-        gains = []
-        for session, name in enumerate(self.point.changes, 1):
-            reason = CHANGES[name].refusal(self.build())
-            if reason is not None:
-                yield {"change": name, **refusal_columns(reason)}
-                continue
-            rows = [row | {"session": session} for row in self.compare(name, (name,))]
-            yield from rows
-            if _pays(rows):
-                gains.append(name)
-        if len(gains) > 1:
-            rows = list(self.compare(TOGETHER, tuple(gains)))
-            yield from (row | {"session": len(self.point.changes) + 1} for row in rows)
+def measure_argument(
+    point: YourTrainingPoint, make: Make, setup: Setup
+) -> Iterator[dict[str, Any]]:
+    """Yield seconds per sample by value of an argument; first the largest batch that fits."""
+    values: Sequence[Any] = point.swept_values
+    if not values:
+        fits, values = find_batches(make, default_batch(setup))
+        yield fits
+    yield from measure_values(make, point.swept, values, point.rounds)
 
-    def measure_argument(self) -> Iterator[dict[str, Any]]:
-        """Yield seconds per sample by value of an argument; first the largest batch that fits."""
-        values: Sequence[Any] = self.point.swept_values
-        if not values:
-            fits, values = find_batches(self.build, default_batch(self.setup))
-            yield fits
-        yield from measure_values(self.build, self.point.swept, values, self.point.rounds)
 
-    def compare(self, label: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-        """Yield two rows, yours and the changed one; one row with a reason if the change fails."""
-        is_exact = all(CHANGES[name].precision == "float32" for name in names)
-        precision = "float32" if is_exact else "bfloat16"
-        yours = Loop(self.build())
-        try:
-            changed = apply(self.build(), names)
-            checked = compare_results(yours, changed, precision=precision, seed=self.point.seed)
-            if COMPILE in names:
-                # The last batch is smaller, and compiled when it first comes.
-                with changed.turn():
-                    changed.run_epoch(LONGEST_EPOCH_S)
-            seconds = time_steps({YOURS: yours, label: changed}, **self.point.rounds)
-        except SetupError as error:
-            yield {"change": label, "status": "failed", "reason": str(error)}
-            return
-        except Exception as error:
-            yield {"change": label, **describe_failure(error, str(yours.training.device))}
-            return
+def compare(
+    point: YourTrainingPoint, make: Make, label: str, names: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """Yield two rows, yours and the changed one; one row with a reason if the change fails."""
+    is_exact = all(CHANGES[name].precision == "float32" for name in names)
+    precision = "float32" if is_exact else "bfloat16"
+    loops = {YOURS: Loop(make())}
+    yours = loops[YOURS]
+
+    def check() -> dict[str, Any]:
+        loops[label] = changed = apply(make(), names)
+        columns = compare_results(yours, changed, precision=precision, seed=point.seed)
+        if COMPILE in names:
+            # The last batch is smaller, and compiled when it first comes.
+            with changed.turn():
+                changed.run_epoch(LONGEST_EPOCH_S)
+        for loop in loops.values():
+            loop.warm_up()
         if any(CHANGES[name].saves_memory for name in names):
             # The peak of a step, counted, relative to yours.
-            checked["peak_ratio"] = count_peak(changed) / count_peak(yours)
-        yield {"change": YOURS, **OK, "seconds": seconds[YOURS]}
-        # A wrong change has no time: nobody should want it.
-        timed = {"seconds": seconds[label]} if checked["status"] == "ok" else {}
-        yield {"change": label, "made_of": ", ".join(names), **checked, **timed}
+            columns["peak_ratio"] = count_peak(changed) / count_peak(yours)
+        return columns | {"made_of": ", ".join(names)}
+
+    row = {"change": label} | row_of(label, check, device=str(yours.training.device))
+    if row["status"] != "ok":  # nobody should want it, however fast it is
+        yield row
+        return
+    rows = {YOURS: {"change": YOURS, **OK}, label: row}
+    yield from time_steps(loops, rows, **point.rounds)
 
 
 def _pays(rows: list[dict[str, Any]]) -> bool:
