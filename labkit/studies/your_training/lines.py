@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,13 +118,8 @@ class PassClock(TorchDispatchMode):
         """Operators of the forward passes."""
         # By the number of the autograd node: its backward pass has the same.
         self._forward_calls: dict[int, _ForwardCall] = {}
+        self._reached: set[int] = set()
         self._newest_node = 0
-
-    def __enter__(self) -> Self:
-        # Nodes that a data set made before are not of the pass.
-        self._newest_node = _autograd._get_sequence_nr()
-        super().__enter__()
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
@@ -139,12 +134,17 @@ class PassClock(TorchDispatchMode):
             self._forward_calls[newest - 1] = _ForwardCall(lines[0], lines[-1], seconds)
         return result
 
-    def run_backward(self, loop: Loop, nodes: Iterable[Any]) -> None:
-        """Run a backward pass through these nodes, and time each.
+    def run_passes(self, loop: Loop) -> None:
+        """Run a forward and a backward pass of a loop in its turn; time each node of the latter.
 
         A node's time ends when the next one begins. Operators alone would leave out what autograd
         does between them.
         """
+        loop.take_batch()
+        # Nodes that a data set has made are not of the pass.
+        self._newest_node = _autograd._get_sequence_nr()
+        with self:
+            loss = loop.forward()
         current = ""
         start = 0.0
 
@@ -155,22 +155,25 @@ class PassClock(TorchDispatchMode):
             current = line
             start = now
 
-        for node in nodes:
-            call = self._forward_calls.get(node._sequence_nr())
+        for node in nodes_below(loss):
+            number = node._sequence_nr()
+            self._reached.add(number)
+            call = self._forward_calls.get(number)
             # Without one it adds to a parameter's gradient, for the node before.
             if call is not None:
                 node.register_prehook(partial(begin, call.innermost))
         start = time.perf_counter()
         loop.backward()
         begin("", None)
+        loop.training.optimizer.zero_grad()
 
-    def unused_lines(self, reached: set[int]) -> set[str]:
+    def unused_lines(self) -> set[str]:
         """Return outermost lines of which hardly anything reaches the loss (`nodes_below`)."""
         total: defaultdict[str, float] = defaultdict(float)
         unused: defaultdict[str, float] = defaultdict(float)
         for number, call in self._forward_calls.items():
             total[call.outermost] += call.seconds
-            if number not in reached:
+            if number not in self._reached:
                 unused[call.outermost] += call.seconds
         return {line for line in unused if line and unused[line] > UNUSED_SHARE * total[line]}
 
@@ -201,16 +204,9 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
     with sampled_stacks(loop) as samples:
         for _ in range(n_steps):
             loop.step()
-    reached: set[int] = set()
     clock = PassClock()
     for _ in range(CLOCKED_PASSES):
-        loop.take_batch()
-        with clock:
-            loss = loop.forward()
-        nodes = nodes_below(loss)
-        reached |= {node._sequence_nr() for node in nodes}
-        clock.run_backward(loop, nodes)
-        loop.training.optimizer.zero_grad()
+        clock.run_passes(loop)
     part_s: defaultdict[str, float] = defaultdict(float)
     line_s: defaultdict[tuple[str, str], float] = defaultdict(float)
     outermost_s: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -219,7 +215,7 @@ def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
         line_s[part, innermost] += seconds
         outermost_s[part, outermost] += seconds
     backward_s = sum(clock.backward_s.values())
-    unused = clock.unused_lines(reached)
+    unused = clock.unused_lines()
     sampled = {innermost for _, innermost, _ in samples}
     for line in {*sampled, *clock.backward_s, *unused} - {""}:
         row: dict[str, Any] = {"line": line, "calls": math.ceil(clock.calls[line] / CLOCKED_PASSES)}
