@@ -38,15 +38,20 @@ def largest(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
 
 
-def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def largest_difference(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, floor: float = 0.0
+) -> float:
     """Return the largest deviation, relative to the largest expected value of its tensor.
 
-    Infinite for NaN and for missing tensors.
+    That value counts as at least `floor` times the largest of all tensors. Infinite for NaN and for
+    missing tensors.
     """
     if actual.keys() != expected.keys():
         return math.inf
+    scales = {name: largest(one) for name, one in expected.items()}
+    least = max(floor * max(scales.values(), default=0.0), 1e-30)
     errors = [
-        largest(actual[name] - one) / max(largest(one), 1e-30) for name, one in expected.items()
+        largest(actual[name] - one) / max(scales[name], least) for name, one in expected.items()
     ]
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from labkit.bench.check import OK, largest, refusal_columns, status_columns
+from labkit.bench.check import OK, largest_difference, refusal_columns, status_columns
 from labkit.studies.shared.checks import PARAMETER_TOLERANCE, TOLERANCES, Reference
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import Training, seed_everything, tensors_in
@@ -26,7 +26,8 @@ ROUNDING_MARGIN = 3
 # Largest error that may be rounding. Where rounding alone does more, as in deep networks with batch
 # norm, a gradient of half the size or of the other sign would pass.
 MAX_ROUNDING = {"float32": 0.03, "bfloat16": 0.5}
-# The same of the change of a parameter in the steps of a check on ranks.
+# Largest error of a parameter's change that may be rounding: beyond it, a check on ranks leaves the
+# parameter out.
 MAX_CHANGE_ROUNDING = 0.3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Steps after which the losses of yours and of an inexact change are compared.
@@ -188,21 +189,14 @@ def gradient_error(
     bits single elements may be off by much (a ReLU that rounds to the other side): the norm of all
     errors, relative to the norm of all gradients.
     """
+    if is_exact:
+        return largest_difference(actual, expected, floor=FLOOR)
     if actual.keys() != expected.keys():
         return math.inf
-    differences = {name: actual[name] - one for name, one in expected.items()}
-    if is_exact:
-        least = FLOOR * max((largest(one) for one in expected.values()), default=0.0)
-        errors = [
-            largest(differences[name]) / max(largest(one), least, 1e-30)
-            for name, one in expected.items()
-        ]
-    else:
-        error_norm = math.hypot(*(float(one.norm()) for one in differences.values()))
-        norm = math.hypot(*(float(one.norm()) for one in expected.values()))
-        errors = [error_norm / max(norm, 1e-30)]
-    # `max` alone passes over NaN.
-    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+    errors = (float((actual[name] - one).norm()) for name, one in expected.items())
+    norm = math.hypot(*(float(one.norm()) for one in expected.values()))
+    error = math.hypot(*errors) / max(norm, 1e-30)
+    return math.inf if math.isnan(error) else error
 
 
 def is_random(loop: Loop, batch: Any, seed: int) -> bool:
