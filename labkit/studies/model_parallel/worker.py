@@ -93,9 +93,7 @@ def _choose_width(point: ModelParallelPoint, device: str) -> int:
 
 def _measure_peak(make: Callable[..., Trainer], problem: Problem) -> dict[str, Any]:
     """Measure the peak of a step along one axis."""
-
-    def make_without_gather() -> Trainer:
-        # `gather` has all layers of a pipeline. Without it only this rank's stay in memory.
-        return replace(make(problem), gather=dict)
-
-    return measure_second_peak(make_without_gather, Trainer.step, device=problem.device)
+    # `gather` has all layers of a pipeline. Without it only this rank's stay in memory.
+    return measure_second_peak(
+        lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device
+    )

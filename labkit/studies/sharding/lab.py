@@ -114,7 +114,7 @@ def held(results: Results) -> pd.DataFrame:
     tables = []
     for part in PARTS:
         columns = {f"{part}_bytes": "held_bytes", f"formula_{part}_bytes": "formula_bytes"}
-        # Rows of torch's implementations have no formula: how it shards is not labkit's to say.
+        # Rows of torch's implementations have no formula: how torch shards may change.
         rows = results.rows([*keys, *columns]).dropna().rename(columns=columns)
         most = rows.groupby(keys, sort=False)[["held_bytes", "formula_bytes"]].max()
         tables.append(most.reset_index().assign(part=part))

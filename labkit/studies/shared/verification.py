@@ -5,6 +5,7 @@ checks it by measuring.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,13 +77,10 @@ def _wrap(mine: Callable[[nn.Module], nn.Module], model: nn.Module) -> Parallel:
 
 
 def _optimize(mine: Callable[..., Any], model: nn.Module) -> Parallel:
-    right = _wrap(BucketedDDP, model)
-    optimizer = partial(_make_sharded, mine)
-    return Parallel(model=model, step=right.step, split=right.split, optimizer=optimizer)
+    def optimizer(parameters: Any) -> Any:
+        return mine(parameters, torch.optim.SGD, **SGD_SETTINGS)
 
-
-def _make_sharded(mine: Callable[..., Any], parameters: Any) -> Any:
-    return mine(parameters, torch.optim.SGD, **SGD_SETTINGS)
+    return replace(_wrap(BucketedDDP, model), optimizer=optimizer)
 
 
 def _attend(mine: Callable[..., Tensor], model: Transformer) -> Parallel:

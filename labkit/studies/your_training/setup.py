@@ -64,18 +64,14 @@ class Training:
             for batch in self.batches:
                 n_batches += 1
                 yield batch
+            if n_batches == 0 and n_epochs == 0:
+                raise SetupError("expected batches, and there are none")
             if n_batches == 0:
-                raise SetupError(_no_batches(n_epochs))
+                raise SetupError(
+                    "expected batches that can be iterated again, and they ran out in epoch"
+                    f" {n_epochs}: return a list or a DataLoader, not a generator"
+                )
             n_epochs += 1
-
-
-def _no_batches(n_epochs: int) -> str:
-    if n_epochs == 0:
-        return "expected batches, and there are none"
-    return (
-        f"expected batches that can be iterated again, and they ran out in epoch {n_epochs}: return"
-        " a list or a DataLoader, not a generator"
-    )
 
 
 def absolute_target(target: str) -> str:
