@@ -83,6 +83,7 @@ def setup_with(
     module = Path(path).stem
     unchanged = f"from {module} import {function} as unchanged"
     if not module.isidentifier():  # my-train.py
-        unchanged = f'unchanged = __import__("{module}").{function}'
+        unchanged = f'unchanged = import_module("{module}").{function}'
+        unchanged = f"from importlib import import_module\n\n{unchanged}"
     body = indent("\n\n".join(steps), "    ")
     return FILE.format(name=name, unchanged=unchanged, body=body)
