@@ -30,13 +30,13 @@ LISTED = 10  # allocations
 
 
 class CountedStep:
-    """Phases of one training step under a ledger: where each begins and ends, and its peak."""
+    """Phases of a training under a ledger: where each begins and ends, and its peak."""
 
     def __init__(self, ledger: AllocationLedger, step: TrainingStep):
         self.ledger = ledger
         self.step = step
         self.spans: dict[str, tuple[int, int]] = {}
-        """First and last moment of each phase, and of "backward" and "optimizer" in a step."""
+        """First and last moment of each phase."""
         ledger.label("parameters", step.model.parameters())
 
     @contextmanager
@@ -66,24 +66,16 @@ class CountedStep:
         )
         with self._span("full_step"):
             self._forward()
-            with self._span("backward"), self.ledger.phase("backward"):
+            with self.ledger.phase("backward"):
                 self.step.backward()
             self.ledger.label(
                 "gradients", (p.grad for p in self.step.model.parameters() if p.grad is not None)
             )
-            with self._span("optimizer"), self.ledger.phase("optimizer"):
+            with self.ledger.phase("optimizer"):
                 self.step.optimizer_step()
 
     def peak(self, phase: str) -> Peak:
         return peak_between(self.ledger.allocations, *self.spans[phase])
-
-    def part_of_step(self, moment: int) -> str:
-        """Return "forward", "backward" or "optimizer"."""
-        # The last part first: its moments come after the start of the one before, too.
-        for part in ("optimizer", "backward"):
-            if part in self.spans and moment >= self.spans[part][0]:
-                return part
-        return "forward"
 
     def _forward(self) -> None:
         with self.ledger.phase("forward"):
@@ -136,25 +128,14 @@ def count_rows(
     """
     counted = count_phases(phases, **arguments)
     for phase in phases:
-        yield _peak_row(counted, phase)
+        peak = counted.peak(phase)
+        row = {"table": "peak", "method": "counted", "phase": phase, "peak_bytes": peak.n_bytes}
+        yield row | _parts(peak.by_category())
     if has_details:
         start, end = counted.spans["full_step"]
         for moment, live in timeline_between(counted.ledger.allocations, start, end):
-            about = {"moment": moment - start, "part_of_step": counted.part_of_step(moment)}
-            yield {"table": "timeline"} | about | _parts(live)
+            yield {"table": "timeline", "moment": moment - start} | _parts(live)
         yield from _allocation_rows(counted)
-
-
-def _peak_row(counted: CountedStep, phase: str) -> dict[str, Any]:
-    peak = counted.peak(phase)
-    row = {
-        "table": "peak",
-        "method": "counted",
-        "phase": phase,
-        "peak_bytes": peak.n_bytes,
-        "peak_during": counted.part_of_step(peak.moment) if phase == "full_step" else phase,
-    }
-    return row | _parts(peak.by_category())
 
 
 def _parts(by_category: Mapping[str, int]) -> dict[str, int]:
