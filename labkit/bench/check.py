@@ -56,6 +56,20 @@ def largest_difference(
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
+def norm_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the norm of all deviations, relative to that of all expected values.
+
+    For 16 bits, in which a single element may be off by as much as it is large. Infinite for NaN
+    and for missing tensors.
+    """
+    if actual.keys() != expected.keys():
+        return math.inf
+    errors = (float((actual[name] - one).norm()) for name, one in expected.items())
+    norm = math.hypot(*(float(one.norm()) for one in expected.values()))
+    error = math.hypot(*errors) / max(norm, 1e-30)
+    return math.inf if math.isnan(error) else error
+
+
 def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
     """Return the numbers of all ranks, equally many on each, by rank. A collective."""
     if not dist.is_initialized():

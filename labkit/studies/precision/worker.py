@@ -1,6 +1,5 @@
 """Worker of the precision lab: sums of small numbers, dtypes under autocast, timed passes."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.bench.check import status_columns
+from labkit.bench.check import norm_difference, status_columns
 from labkit.costs.memory import HEADROOM, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
@@ -185,19 +184,11 @@ def _check(
     """Compare loss and gradients with those of float32, on the same model and batch."""
     loss, actual = _compute_gradients(step, precision)
     loss_error = abs(loss - expected_loss) / abs(expected_loss)
-    # By norms: in 16 bits a single element may be off by as much as it is large.
-    error_square = 0.0
-    square = 0.0
+    error = norm_difference(actual, expected)
     n_wrong = 0
     for name, gradient in expected.items():
-        one_square = float(gradient.double().square().sum())
-        one_error = math.inf
-        if name in actual:
-            one_error = float((actual[name] - gradient).double().square().sum())
-            error_square += one_error
-        square += one_square
-        n_wrong += not one_error <= GRADIENT_BOUND**2 * one_square  # also NaN
-    error = (error_square / square) ** 0.5
+        of_one = {name: actual[name]} if name in actual else {}
+        n_wrong += norm_difference(of_one, {name: gradient}) > GRADIENT_BOUND
     wrong = None
     if n_wrong or not loss_error <= LOSS_BOUND:  # also NaN
         wrong = (

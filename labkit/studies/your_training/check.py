@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from labkit.bench.check import OK, largest_difference, refusal_columns, status_columns
+from labkit.bench.check import (
+    OK,
+    largest_difference,
+    norm_difference,
+    refusal_columns,
+    status_columns,
+)
 from labkit.studies.shared.checks import PARAMETER_TOLERANCE, TOLERANCES, Reference
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import Training, seed_everything, tensors_in
@@ -191,12 +197,7 @@ def gradient_error(
     """
     if is_exact:
         return largest_difference(actual, expected, floor=FLOOR)
-    if actual.keys() != expected.keys():
-        return math.inf
-    errors = (float((actual[name] - one).norm()) for name, one in expected.items())
-    norm = math.hypot(*(float(one.norm()) for one in expected.values()))
-    error = math.hypot(*errors) / max(norm, 1e-30)
-    return math.inf if math.isnan(error) else error
+    return norm_difference(actual, expected)
 
 
 def is_random(loop: Loop, batch: Any, seed: int) -> bool:
