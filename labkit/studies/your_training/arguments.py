@@ -54,7 +54,7 @@ def measure_values(
     rows = {}
     for value in values:
         label = f"{name}={value}"
-        # Of a value that raises it is not known: that of the others.
+        # The device of a setup that raises is not known: it is that of the others.
         devices = [str(loop.training.device) for loop in loops.values()] or ["cpu"]
         checked = row_of(label, partial(check, label, value), device=devices[0])
         rows[label] = {"kind": "argument", "argument": label} | checked
