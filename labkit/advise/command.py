@@ -43,7 +43,7 @@ def advise(
     vp: Annotated[Text, _option("Chunks per stage.")] = None,
     cp: Annotated[Text, _option("Context-parallel ranks.")] = None,
     dp: Annotated[Text, _option("Data-parallel ranks.")] = None,
-    shard: Annotated[Text, _option("Sharding: none, zero1, zero3 or hsdp.")] = None,
+    shard: Annotated[Text, _option("Sharding: none, zero1, zero2, zero3 or hsdp.")] = None,
     micro_batch: Annotated[Text, _option("Sequences per micro-batch of a rank.")] = None,
     recompute: Annotated[Text, _option("none, selective or full.")] = None,
     lora: Annotated[bool, typer.Option("--lora", hidden=True)] = False,

@@ -109,7 +109,11 @@ def data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     parameters = rank_parameters(runs)
     n_bytes = parameters * runs["gradient_bytes"]
     calls = np.ceil(n_bytes / runs["bucket_bytes"])
-    sharded = ranks.half_ring_s(n_bytes, calls) + ranks.half_ring_s(BF16 * parameters, calls)
+    # zero2 keeps only its own shard of the gradients, and so must reduce those of every
+    # micro-batch, behind as many backward passes (arXiv:1910.02054, section 5.2).
+    passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
+    gathered = ranks.half_ring_s(BF16 * parameters, calls)
+    sharded = passes * ranks.half_ring_s(n_bytes, calls) + gathered
     # hsdp reduces among the copies of a node's shards; inside a node it scatters layer by layer,
     # as zero3 does everywhere (`parameter_gather_s`).
     copies = Group(runs, runs.dp * runs.cp / runs.shard_ranks, runs.gpus_per_node)

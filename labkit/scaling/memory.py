@@ -77,6 +77,7 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
     is_gathered = runs.gathers_parameters[:, None]
     # In bf16, 2 bytes each: all parameters, or two gathered layers, the current and the next.
     two_layers = 4 * (runs.layer_parameters / runs.tp)[:, None]
+    is_scattered = is_gathered | (runs.shard == "zero2")[:, None]
     gradients = runs["gradient_bytes"][:, None] * parameters
     saved, again = layer_activations(runs, runs["unfused_attention"], runs["fused_operators"])
     activations = (saved * runs["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
@@ -84,7 +85,7 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
     buffers = 2 * runs.tokens * runs.hidden + again
     parts = {
         "parameters": np.where(is_gathered, two_layers, 2 * parameters),
-        "gradients": gradients / np.where(is_gathered, sharded, 1.0),
+        "gradients": gradients / np.where(is_scattered, sharded, 1.0),
         # Master weights in float32 and AdamW's two states.
         "optimizer": 12 * parameters / sharded,
         "activations": activations + _held_gathers(runs)[:, None] * (layers > 0),

@@ -21,10 +21,11 @@ Texts = NDArray[np.str_]
 SHARDS = {
     "none": "DDP",
     "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
     "zero3": "FSDP (ZeRO-3)",
     "hsdp": "FSDP inside nodes",
 }
-Shard = Literal["none", "zero1", "zero3", "hsdp"]
+Shard = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp8"]
 Option = Literal["old_pipeline", "blocking_launch", "op_recompute"]
@@ -36,8 +37,8 @@ class Layout:
 
     tp tensor, pp pipeline (vp chunks of layers per stage), cp context, dp data parallelism:
     tp*pp*cp*dp GPUs. Data-parallel ranks divide what `shard` says: nothing, optimizer (zero1), also
-    gradients and parameters (zero3); hsdp is zero3 inside a node with copies between nodes.
-    `micro_batch` and `global_batch` are sequences.
+    gradients (zero2), also parameters (zero3); hsdp is zero3 inside a node with copies between
+    nodes. `micro_batch` and `global_batch` are sequences.
     """
 
     tp: Count = 1

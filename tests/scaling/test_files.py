@@ -43,7 +43,6 @@ WRONG = [
     ({"tp": ""}, "expected tp to be stated"),
     ({"seq_len": "long"}, "expected seq_len"),
     ({"shard": "zero9"}, "expected shard to be 'none', 'zero1'"),
-    ({"shard": "zero2"}, "expected shard to be 'none', 'zero1'"),
     ({"options": "fast"}, "expected options"),
     ({"shard": "hybrid FSDP"}, "expected shard to be 'none', 'zero1'"),
     ({"shard": "no fsdp"}, "expected shard to be 'none', 'zero1'"),

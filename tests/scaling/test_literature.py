@@ -56,7 +56,9 @@ def test_activations_of_korthikanti_et_al(row):
     assert matrices / GIB == pytest.approx(float(row["params_optimizer_gib"]), rel=1e-4)
 
 
-@pytest.mark.parametrize(("shard", "gigabytes"), [("none", 120.0), ("zero1", 31.4)])
+@pytest.mark.parametrize(
+    ("shard", "gigabytes"), [("none", 120.0), ("zero1", 31.4), ("zero2", 16.6)]
+)
 def test_states_of_a_7b5_model_on_64_gpus(shard, gigabytes):
     """ZeRO, arXiv:1910.02054, figure 1: 2 bytes of weights, 2 of gradients, 12 of optimizer per
     parameter."""

@@ -39,9 +39,10 @@ def test_the_ranking_fits_is_possible_and_proposes_different_arrangements(model,
 def test_every_kind_of_layout_is_tried():
     layouts = tried(request(LLAMA_70B, 64, seq_len=32768))
     assert {layout.cp for layout in layouts} == {1, 2, 4, 8}
-    assert {layout.shard for layout in layouts} == {"none", "zero1", "zero3", "hsdp"}
+    assert {layout.shard for layout in layouts} == {"none", "zero1", "zero2", "zero3", "hsdp"}
     assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
     assert {layout.vp for layout in layouts} == {1, 2, 4}
+    assert not [layout for layout in layouts if layout.shard == "zero2" and layout.pp > 1]
 
 
 @pytest.mark.parametrize("shard", ["zero1", "zero3"])
