@@ -110,14 +110,17 @@ def agree_per_pass(
 
 
 @disable_compile
-def wait_for_ranks(call: str, group: Group = None) -> None:
+def wait_for_ranks(call: str, group: Group = None, arrival: dist.Work | None = None) -> None:
     """Wait until every rank of the group makes this call, and warn if one does not. A collective.
+
+    `arrival`: a collective of the call itself, to wait for; None: a barrier.
 
     Before a rare collective such as gathering a model, which programs make on rank 0 alone: the
     other ranks are then elsewhere, or done, and cannot be told. Others may only be late, so the
     wait goes on.
     """
-    arrival = dist.barrier(member_group(group), async_op=True)
+    if arrival is None:
+        arrival = dist.barrier(member_group(group), async_op=True)
     start = time.monotonic()
     while not arrival.is_completed():
         if time.monotonic() - start > PATIENCE_S:
@@ -127,7 +130,7 @@ def wait_for_ranks(call: str, group: Group = None) -> None:
             )
             break
         # Short: every call waits up to this long after the last rank has come.
-        time.sleep(0.0005)
+        time.sleep(0.0001)
     arrival.wait()
 
 

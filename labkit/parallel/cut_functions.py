@@ -1,8 +1,9 @@
-"""Functions of torch on a cut tensor that would take this rank's part for the whole.
+"""Functions of torch on a cut tensor, of which most would take this rank's part for the whole.
 
-Results that can be composed from the parts' are those of all parts, by a collective: `norm()`, also
-in `torch.nn.utils.clip_grad_norm_`; `sum()`, also in a loss; `max()`, `min()`, `any()`, `all()`;
-and the overflow that `GradScaler` looks for. All others are refused.
+Known are those that compute each element for itself, move elements, or are layers of a model, and
+reductions over dimensions that are not cut. Some others give the result of all parts, by a
+collective: `norm()`, also in `torch.nn.utils.clip_grad_norm_`; `sum()`, also in a loss; `max()`,
+`min()`, `any()`, `all()`; and the overflow that `GradScaler` looks for. All others are refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from labkit.parallel.agreement import wait_for_ranks
 from labkit.torch_private import AMP_CHECK, FOREACH_NORM
@@ -24,30 +26,78 @@ _SUMS = {"sum", "mean", "var", "std", "var_mean", "std_mean", "prod", "nansum", 
 _EXPONENTIALS = {"logsumexp", "softmax", "log_softmax", "softmin", "logcumsumexp"}
 _COUNTS = {"count_nonzero"}
 _EXTREMES = {"max", "min", "amax", "amin", "any", "all", "aminmax", "argmax", "argmin"}
-_ORDERS = {"median", "quantile", "kthvalue", "topk", "sort", "argsort", "histc", "mode"}
+_ORDERS = {"median", "sort", "argsort", "mode"}
+_SELECTIONS = {"quantile", "kthvalue", "topk"}
 _CUMULATIVE = {"cumsum", "cumsum_", "cumprod", "cumprod_", "cummax", "cummin"}
-_DISTANCES = {"cosine_similarity", "pairwise_distance", "cdist"}
-_REDUCTIONS = {*_NORMS, *_SUMS, *_EXPONENTIALS, *_COUNTS, *_EXTREMES, *_ORDERS, *_CUMULATIVE}
+_REDUCTIONS = {*_NORMS, *_SUMS, *_EXPONENTIALS, *_COUNTS, *_EXTREMES, *_ORDERS, *_SELECTIONS}
+_REDUCTIONS |= _CUMULATIVE
 # Those that give the whole's number from the ranks' numbers.
 _COMPOSED = {"sum", "count_nonzero", "norm", "max", "min", "amax", "amin", "any", "all"}
 # Norms of each slice of one dimension, which is what they are called with.
 _LIMITS = {"renorm", "renorm_", "_weight_norm", "norm_except_dim"}
-_DECOMPOSITIONS = {"linalg_svd", "svd", "linalg_svdvals", "linalg_qr", "qr", "linalg_eigh"}
-_TURNS_IN_PLACE = {"t_", "transpose_", "swapaxes_", "swapdims_"}
-_MATMULS = {"matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}
-_PRODUCTS = {*_MATMULS, "dot", "vdot", "inner", "einsum", "tensordot", "linalg_multi_dot"}
+_MATMULS = {"matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm"}
+_PRODUCTS = {*_MATMULS, "linear", "dot", "vdot", "inner", "outer", "einsum", "tensordot"}
+_PRODUCTS |= {"linalg_multi_dot"}
+# Layers that have a part as a weight.
+_CONVOLUTIONS = {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
+_NORMALIZATIONS = {f"{kind}_norm" for kind in ("layer", "rms", "group", "batch", "instance")}
+_WEIGHTED = {*_CONVOLUTIONS, *_NORMALIZATIONS, "embedding", "embedding_bag", "bilinear", "prelu"}
+# Their results are activations: a layer of the model has computed them from its part.
+LAYERS = {*_PRODUCTS, *_WEIGHTED}
 # The functions by which `clip_grad_norm_` and `GradScaler` read gradients.
 _READ_BY_TORCH = {FOREACH_NORM.__name__, AMP_CHECK.__name__}
-GUARDED = {*_REDUCTIONS, *_DISTANCES, *_LIMITS, *_DECOMPOSITIONS, *_TURNS_IN_PLACE, *_PRODUCTS}
-GUARDED |= _READ_BY_TORCH
+GUARDED = {*_REDUCTIONS, *_LIMITS, *LAYERS, *_READ_BY_TORCH}
 # Of these the dimension that is cut is another one, also where the shape stays.
 MOVES = {"t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"}
+MOVES |= {"as_strided"}
 _tensor: Any = Tensor  # its attributes are not in its types
 MOVING_PROPERTIES = {getattr(_tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
-# One element, or an operation on it.
-_ELEMENTS = {"__getitem__", "select", "squeeze", "unbind"}
-# Activations: a layer of the model has computed them from its part.
-LAYERS = {"linear", "embedding", *_PRODUCTS}
+_VIEWS = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel"}
+_VIEWS |= {"squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "contiguous", "detach"}
+_VIEWS |= {"view_as_real", "view_as_complex", "resolve_conj", "resolve_neg"}
+_PIECES = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split", "narrow", "select"}
+_PIECES |= {"unsafe_chunk", "unsafe_split", "index_select", "masked_select", "__getitem__"}
+_JOINS = {"cat", "concat", "stack", "hstack", "vstack", "flatten_dense_tensors"}
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"}
+_CASTS |= {"cpu", "cuda", "pin_memory", "to_dense", "repeat_interleave"}
+# Without tensors in their results, as others (`call_unknown`), and asked in every step.
+_QUERIES = {"is_complex", "is_floating_point", "dim", "size", "numel", "stride", "item", "__len__"}
+REARRANGED = {*MOVES, *_VIEWS, *_PIECES, *_JOINS, *_CASTS, *_QUERIES, "__get__", "grad"}
+# Element by element, and without torch's tag for it: other names, values that do not depend on
+# others, and the layers that torch composes.
+_UNTAGGED = {"absolute", "subtract", "multiply", "divide", "negative", "floor_divide", "floordiv"}
+_UNTAGGED |= {"and", "or", "greater", "greater_equal", "less", "less_equal", "not_equal"}
+_UNTAGGED |= {"isclose", "isreal", "true_divide", "fix", "conj", "requires_grad", "detach"}
+_UNTAGGED |= {"fill", "zero", "copy", "share_memory", "constant", "uniform", "normal", "bernoulli"}
+_UNTAGGED |= {"random", "exponential", "trunc_normal", "dropout", "softsign", "tanhshrink"}
+_UNTAGGED |= {"log_sigmoid", "hardsigmoid", "hardswish"}
+
+
+def _is_tagged(name: str) -> bool:
+    """Return whether torch says of an operator that it computes each element for itself."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else []
+    return any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
+
+
+# All of them now, since the compiler looks into what a part asks for each function. The larger one
+# of two has the name of the largest of all, which is a reduction.
+_NAMES = {name.strip("_") for each in (torch, Tensor, functional) for name in dir(each)}
+_OPERATORS = {name for name in _NAMES - {"", *_REDUCTIONS} if _is_tagged(name)} | _UNTAGGED
+_FORMS = ("{}", "{}_", "__{}__", "__r{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
+ELEMENTWISE = {form.format(name) for name in _OPERATORS for form in _FORMS}
+
+
+def call_unknown(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Call a function whose result has no tensors, such as `numel`. ValueError for all others."""
+    name = func.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        _refuse(name)  # before it changes the part
+    result = func(*args, **options)
+    results = result if isinstance(result, tuple | list) else [result]
+    if any(isinstance(each, Tensor) for each in results):
+        _refuse(name)
+    return result
 
 
 def is_part(value: Any) -> bool:
@@ -55,37 +105,39 @@ def is_part(value: Any) -> bool:
     return hasattr(value, "cut_dim")
 
 
-def check_result(name: str, result: Tensor, part: Tensor) -> None:
-    """Raise ValueError for a number of all elements, as of `torch.dist` or of a loss function."""
-    if part.dim() and not result.dim() and name not in _ELEMENTS:
-        _refuse(name)
-
-
 def check_call(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raise ValueError if a function of `GUARDED` would take a part for the whole."""
-    if name in _DECOMPOSITIONS or name in _TURNS_IN_PLACE:
-        _refuse(name)
     if name in _PRODUCTS:
-        factors: list[Any] = [each for each in args if isinstance(each, Tensor)]
-        parts = [each for each in factors if is_part(each)]
-        # Parts with each other, or one that may be no factor.
-        if len(parts) == len(factors) or not all(part.is_factor for part in parts):
-            _refuse(name)
+        _check_product(name, args)
         return
     tensor = args[0] if args else options["input"]
     cut_dim = getattr(tensor, "cut_dim", None)
+    if name in _WEIGHTED:
+        if is_part(tensor):
+            _refuse(name)
+        return
     if name in _LIMITS:
         kept = options.get("dim", args[2] if len(args) > 2 else None)
         if cut_dim is None or kept is None or kept % tensor.dim() != cut_dim:
             _refuse(name)
         return
-    position = 2 if name in _NORMS or name in _DISTANCES else 1
+    position = 2 if name in _NORMS or name in _SELECTIONS else 1
     dims = options.get("dim", args[position] if len(args) > position else ())
-    if isinstance(dims, Tensor):
-        return  # the larger one of two, element by element
+    if isinstance(dims, Tensor):  # the larger one of two, element by element
+        if not is_part(tensor):
+            _refuse(name)  # use torch.maximum, whose result is known as a part
+        return
     if isinstance(dims, int):
         dims = (dims,)
     if not dims or cut_dim is None or cut_dim in {dim % tensor.dim() for dim in dims}:
+        _refuse(name)
+
+
+def _check_product(name: str, factors: Sequence[Any]) -> None:
+    tensors: list[Any] = [each for each in factors if isinstance(each, Tensor)]
+    parts = [each for each in tensors if is_part(each)]
+    # Parts with each other, or one that may be no factor.
+    if len(parts) == len(tensors) or not all(part.is_factor for part in parts):
         _refuse(name)
 
 
@@ -111,7 +163,7 @@ def call_on_all_parts(func: Any, args: Sequence[Any], options: Mapping[str, Any]
 
 
 def _is_of_all_elements(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether a function of `_COMPOSED` reduces a part, not moved or joined, to one number."""
+    """Return whether a function of `_COMPOSED` makes one number of a part, not moved or joined."""
     # By a keyword, as in `torch.sum(input=p)`, it is refused.
     if not args or getattr(args[0], "cut_dim", None) is None:
         return False
@@ -136,10 +188,10 @@ def _reduce_all_parts(func: Any, args: Sequence[Any], options: Mapping[str, Any]
             _refuse(func.__name__)  # it would have no gradient
         whole: Tensor = _SumOfParts.apply(number, part.group)
         return whole
-    # A program may log it on rank 0 alone.
-    wait_for_ranks(f"{func.__name__}() of a cut tensor", part.group)
     numbers = [torch.empty_like(number) for _ in range(part.group.size())]
-    dist.all_gather(numbers, number, part.group)
+    arrival = dist.all_gather(numbers, number, part.group, async_op=True)
+    # A program may log it on rank 0 alone.
+    wait_for_ranks(f"{func.__name__}() of a cut tensor", part.group, arrival)
     if func.__name__ in _COUNTS:
         return torch.stack(numbers).sum()
     whole = func(torch.stack(numbers), *args[1:], **options)
@@ -147,17 +199,29 @@ def _reduce_all_parts(func: Any, args: Sequence[Any], options: Mapping[str, Any]
 
 
 class _SumOfParts(torch.autograd.Function):
-    """A number of all ranks' parts, such as a penalty on weights in the loss of each rank."""
+    """A number of all ranks' parts, such as a penalty on weights in the loss of each rank.
+
+    Each rank's loss has the whole number, and each rank the gradient of its part. In a forward pass
+    by parts, as of a weight that is divided by its norm, ranks would have to add up what each has
+    done with the number. They tell by the gradients of the number, which are then not alike.
+    """
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         whole = number.detach().clone()
-        dist.all_reduce(whole, group=group)
+        _all_reduce(whole, dist.ReduceOp.SUM, group, "sum()")
         return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Each rank's loss has the whole number, and each rank the gradient of its own part.
+        bounds = torch.stack([gradient.detach(), -gradient.detach()])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, ctx.group)
+        if bounds.sum() > MAX_ALIKE * bounds.abs().amax():
+            raise ValueError(
+                "expected the sum of a cut tensor in a loss that is alike on all ranks; what each"
+                " computes from its part, as a weight divided by its norm, gets a wrong gradient"
+            )
         return gradient, None
 
 
@@ -177,7 +241,7 @@ def _find_overflow(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -
     """Tell all ranks of an overflow: args[1] is the flag, which is set in place."""
     func(*args, **options)
     for group in dict.fromkeys(each.group for each in args[0] if is_part(each)):
-        dist.all_reduce(args[1], dist.ReduceOp.MAX, group)
+        _all_reduce(args[1], dist.ReduceOp.MAX, group, "unscale_()")
 
 
 _COLLECTIVES: dict[Any, Callable[..., Any]] = {
@@ -187,6 +251,8 @@ _COLLECTIVES: dict[Any, Callable[..., Any]] = {
 }
 
 
+# Of the largest gradient of a number: ranks compute what they have alike in one order.
+MAX_ALIKE = 0.01
 _EXTREME_NORMS = {float("inf"): dist.ReduceOp.MAX, -float("inf"): dist.ReduceOp.MIN}
 
 
@@ -205,15 +271,26 @@ def _norm_of_parts(
         local = [getattr(norms[i], "full_tensor", lambda i=i: norms[i])() for i in numbers]
         # The square of a norm of float16 gradients may be infinite.
         whole = torch.stack(local).double()
+        if whole.requires_grad:
+            _refuse("norm")  # it would have the gradient of this rank's part alone
         if ord in _EXTREME_NORMS:
-            dist.all_reduce(whole, _EXTREME_NORMS[ord], group)
+            _all_reduce(whole, _EXTREME_NORMS[ord], group, "norm()")
         else:
             whole.pow_(ord)
-            dist.all_reduce(whole, dist.ReduceOp.SUM, group)
+            _all_reduce(whole, dist.ReduceOp.SUM, group, "norm()")
             whole.pow_(1 / ord)
         for i, norm in zip(numbers, whole, strict=True):
             results[i] = _replicate_like(norms[i], norm.to(norms[i].dtype))
     return results
+
+
+def _all_reduce(numbers: Tensor, op: Any, group: dist.ProcessGroup, call: str) -> None:
+    """All-reduce in place, and say so if this rank is alone. On a GPU nothing waits here."""
+    arrival = dist.all_reduce(numbers, op, group, async_op=True)
+    if numbers.is_cuda:
+        arrival.wait()
+    else:
+        wait_for_ranks(f"{call} of a cut tensor", group, arrival)
 
 
 def _replicate_like(like: Any, norm: Tensor) -> Tensor:

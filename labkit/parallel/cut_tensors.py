@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.cut_functions import (
+    ELEMENTWISE,
     GUARDED,
     LAYERS,
     MOVES,
     MOVING_PROPERTIES,
+    REARRANGED,
     call_on_all_parts,
+    call_unknown,
     check_call,
-    check_result,
     is_composed,
 )
 from labkit.torch_private import DisableTorchFunctionSubclass
@@ -34,6 +36,7 @@ from labkit.torch_private import DisableTorchFunctionSubclass
 _NEW = {f"new_{name}" for name in ("empty", "zeros", "ones", "full", "tensor")}
 _LIKE = {f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
 _ORDINARY = {*_NEW, *_LIKE, *LAYERS, "as_subclass"}
+_KNOWN = {*_ORDINARY, *REARRANGED, *ELEMENTWISE}
 
 
 def _without_dispatch(method: Any) -> Any:
@@ -73,8 +76,6 @@ class CutTensor(Tensor):
     """The dimension in which it is cut; None if a function has moved it: no reduction is right."""
     is_factor = True
     """Whether it may be multiplied with an ordinary matrix, as in a model's forward pass."""
-    result_class: type[Tensor]
-    """Of what is computed from it, element by element."""
     ordinary = {*_ORDINARY, "detach", "clone"}
     """Functions of which results are ordinary tensors. State dicts have copies of parameters."""
 
@@ -93,8 +94,12 @@ class CutTensor(Tensor):
                 if is_composed(func, args, options):
                     return call_on_all_parts(func, args, options)
                 check_call(name, args, options)
+            elif name not in _KNOWN:
+                return call_unknown(func, args, options)
             result = func(*args, **options)
-            if isinstance(result, (Tensor, tuple, list)) and name not in cls.ordinary:
+            # A part was changed in place, and a size has no elements.
+            is_done = isinstance(result, (CutTensor, torch.Size)) or name in cls.ordinary
+            if not is_done and isinstance(result, (Tensor, tuple, list)):
                 _mark(func, result, args, options)
         return result
 
@@ -104,11 +109,12 @@ class CutTensor(Tensor):
             return self.detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        # Without layouts, as torch copies parameters without hooks and attributes.
         with DisableTorchFunctionSubclass():
-            return memo.setdefault(id(self), self.clone())
-
-
-CutTensor.result_class = CutTensor
+            copy = self.detach().clone()
+            if isinstance(self, nn.Parameter):  # also one that a program makes of a gradient
+                copy = nn.Parameter(copy, self.requires_grad)
+            return memo.setdefault(id(self), copy)
 
 
 class CutGradient(CutTensor):
@@ -118,9 +124,6 @@ class CutGradient(CutTensor):
     is_factor = False
     # Many programs add up the squares of `p.grad.detach().data.norm(2)`.
     ordinary = _ORDINARY
-
-
-CutGradient.result_class = CutGradient
 
 
 class CutParameter(CutTensor, nn.Parameter):
@@ -137,14 +140,15 @@ class CutParameter(CutTensor, nn.Parameter):
             gradient = _GRAD.__get__(self)
             if id(sys._getframe(1).f_code) in _ELEMENTWISE_READERS:
                 # They get ordinary tensors. Else Python would see all of the twelve operators by
-                # which AdamW updates a parameter, some 20 us for each parameter.
-                return gradient.as_subclass(Tensor) if type(gradient) is CutGradient else gradient
+                # which AdamW updates a parameter, some 20 us for each parameter. One with a graph
+                # has to be detached in place, which another tensor cannot.
+                is_part = type(gradient) is CutGradient and not gradient.requires_grad
+                return gradient.as_subclass(Tensor) if is_part else gradient
             # A view of a vector of all gradients has lost where it is cut.
             is_moved = type(gradient) is CutGradient and gradient.cut_dim is None
             if type(gradient) is Tensor or is_moved:
-                gradient = gradient.as_subclass(CutGradient)
+                gradient.__class__ = CutGradient
                 set_cut(gradient, self.group, self.cut_dim)
-                _GRAD.__set__(self, gradient)  # the same object the next time
         return gradient
 
     @grad.setter
@@ -159,14 +163,10 @@ class CutParameter(CutTensor, nn.Parameter):
 
     __reduce_ex__ = nn.Parameter.__reduce_ex__  # of its layouts, refused
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        # Without layouts, as torch copies parameters without hooks and attributes.
-        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
-
 
 _GRAD: Any = Tensor.grad
 # Optimizers of torch that treat each element alone, and their methods that read gradients.
-ELEMENTWISE: tuple[Any, ...] = (
+ELEMENTWISE_OPTIMIZERS: tuple[Any, ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -182,7 +182,7 @@ ELEMENTWISE: tuple[Any, ...] = (
 # By identity, since hashing a code object takes as long as all else that the getter does.
 _ELEMENTWISE_READERS = {
     id(inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__),
-    *(id(optimizer._init_group.__code__) for optimizer in ELEMENTWISE),
+    *(id(optimizer._init_group.__code__) for optimizer in ELEMENTWISE_OPTIMIZERS),
 }
 
 
@@ -193,36 +193,51 @@ def set_cut(tensor: Any, group: dist.ProcessGroup, dim: int | None) -> None:
 
 
 def _mark(func: Any, result: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Make results parts, too, if they are computed from parts element by element."""
-    if func.__name__ == "grad":  # torch.autograd.grad(outputs, inputs)
-        _mark_gradients(result, args[1])
-        return
-    results = [result]
-    if not isinstance(result, Tensor):
-        # Pieces of a part; not results of lists, as of `torch._foreach_add`.
-        results = result if args and isinstance(args[0], CutTensor) else []
-    # Others were changed in place.
-    new = [each for each in results if isinstance(each, Tensor) and not _is_marked(each)]
-    if not new:
-        return
+    """Make the tensors of a result parts, too, if their elements are those of parts."""
+    name = func.__name__
     values = [*args, *options.values()]
-    inputs = [each for each in values if isinstance(each, Tensor)]
-    is_joined = not inputs  # by `cat` and `stack`
-    if is_joined:
-        inputs = [each for value in values if isinstance(value, list | tuple) for each in value]
-    part = next(each for each in inputs if isinstance(each, CutTensor))
-    # Else they are activations, such as those that a gain of this rank's features has scaled.
-    if not is_joined and any(each.shape != part.shape and each.dim() for each in inputs):
-        return
-    is_moved = func.__name__ in MOVES or func in MOVING_PROPERTIES
-    for each in new:
-        check_result(func.__name__, each, part)
-        if part.dim() and not each.dim():
-            continue  # one element, which a program may print
+    if name == "grad":  # torch.autograd.grad(outputs, inputs)
+        _mark_gradients(result, values[1])
+    elif name.startswith("_foreach_"):
+        lists = [each for each in values if isinstance(each, list | tuple)]
+        for each, *inputs in zip(result, *lists, strict=True):
+            _mark_elementwise(each, inputs)
+    elif name in ELEMENTWISE:
+        for each in [result] if isinstance(result, Tensor) else result:
+            _mark_elementwise(each, values)
+    else:
+        # What `cat` and `stack` join is a list.
+        source = values[0] if isinstance(values[0], list | tuple) else values[:1]
+        is_moved = name in MOVES or func in MOVING_PROPERTIES
+        for each in [result] if isinstance(result, Tensor) else result:
+            _mark_rearranged(each, source, is_moved=is_moved)
+
+
+def _mark_elementwise(result: Any, inputs: Sequence[Any]) -> None:
+    part = _find_part(inputs)
+    # Of another shape it is an activation, such as one that a gain of this rank's features scales.
+    if part is not None and result.shape == part.shape:
+        _make_part(result, part, part.cut_dim)
+
+
+def _mark_rearranged(result: Any, inputs: Sequence[Any], *, is_moved: bool) -> None:
+    part = _find_part(inputs)
+    # One element is a number, which a program may print.
+    if part is not None and isinstance(result, Tensor) and result.dim():
+        _make_part(result, part, None if is_moved or result.shape != part.shape else part.cut_dim)
+
+
+def _find_part(values: Sequence[Any]) -> CutTensor | None:
+    return next((each for each in values if isinstance(each, CutTensor)), None)
+
+
+def _make_part(result: Any, part: CutTensor, cut_dim: int | None) -> None:
+    """Make a result a part, unless it is one, or a parameter, that was changed in place."""
+    # The first question alone takes a tenth of the time.
+    if type(result) is Tensor or not isinstance(result, CutTensor | nn.Parameter):
         # Also an ordinary tensor that was changed in place, such as an average of gradients.
-        each.__class__ = part.result_class
-        is_cut_alike = each.shape == part.shape and not is_moved
-        set_cut(each, part.group, part.cut_dim if is_cut_alike else None)
+        result.__class__ = CutTensor if type(part) is CutParameter else type(part)
+        set_cut(result, part.group, cut_dim)
 
 
 def _mark_gradients(gradients: Sequence[Any], inputs: Sequence[Tensor]) -> None:
@@ -233,7 +248,3 @@ def _mark_gradients(gradients: Sequence[Any], inputs: Sequence[Tensor]) -> None:
             # Of a batch of gradients, the dimensions are others.
             is_alike = gradient.shape == part.shape
             set_cut(gradient, part.group, part.cut_dim if is_alike else None)
-
-
-def _is_marked(tensor: Tensor) -> bool:
-    return isinstance(tensor, CutTensor | nn.Parameter)

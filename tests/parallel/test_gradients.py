@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,6 +151,12 @@ def _with_graph(compute: Callable[[], Any]) -> Any:
         return compute()
 
 
+def _layer(weight: nn.Parameter) -> nn.Linear:
+    layer = nn.Linear(3, 2, bias=False)
+    layer.weight = weight
+    return layer
+
+
 # What a training computes from a parameter p with a gradient, and would get of this rank's part.
 REDUCED: dict[str, Callable[[Any], Any]] = {
     "mean in a log": lambda p: torch.mean(p.grad.abs()),
@@ -163,6 +170,7 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "norm as penalty": lambda p: _with_graph(lambda: p.norm()),
     "largest weight as penalty": lambda p: _with_graph(lambda: p.abs().max()),
     "spectral norm": lambda p: torch.linalg.svdvals(p.detach() + p.data),
+    "spectral norm, by torch": lambda p: nn.utils.parametrizations.spectral_norm(_layer(p)),
     "limit on each head": lambda p: [head.norm() for head in p.grad.chunk(3, dim=1)],
     "threshold of pruning": lambda p: p.data.abs().flatten().kthvalue(2),
     "weights that are not zero, as a norm": lambda p: p.norm(0),
@@ -174,6 +182,13 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "products of a gradient (Shampoo)": lambda p: p.grad.T @ p.grad,
     "products by dimensions": lambda p: torch.tensordot(p.grad, p.grad, ([0], [0])),
     "projected gradient (GaLore)": lambda p: p.grad @ torch.ones(3, 1, dtype=p.dtype),
+    "mask of attention": lambda p: p.tril(),
+    "mask of attention, in place": lambda p: p.data.triu_(),
+    "largest gradients": lambda p: torch._foreach_max([p.grad, p.grad]),
+    "layer norm of weights": lambda p: nn.functional.layer_norm(p, (3,)),
+    "layer of a gradient": lambda p: nn.functional.linear(p.grad, torch.ones(1, 3).double()),
+    "smallest of what is cut": lambda p: p.grad.kthvalue(1, 0),
+    "norm of a vector as penalty": lambda p: _with_graph(lambda: torch.linalg.vector_norm(p)),
     "all gradients in one vector": lambda p: torch.cat([p.grad.view(-1), torch.ones(2)]).norm(),
 }
 # Norms in the steps of LAMB and LARS, by hand, of an update, of SAM and of NovoGrad; in a log.
@@ -190,6 +205,12 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     )[0].norm(),
     "all parameters": lambda p: nn.utils.get_total_norm([p]),
     "largest gradient": lambda p: p.grad.abs().max(),
+    "norm of gradients in a list": lambda p: torch._foreach_mul([p.grad], 2.0)[0].norm(),
+    "norm of averages in a list": lambda p: torch._foreach_add_(
+        [torch.zeros_like(p.detach())], [p.grad]
+    )[0].norm(),
+    "norm of scaled columns": lambda p: (p.grad * torch.arange(3.0)).norm(),
+    "other names": lambda p: (1 - p.grad.negative().multiply(2)).absolute().sum(),
     "weights that are not zero": lambda p: p.count_nonzero(),
     "smallest gradient as a norm": lambda p: torch.linalg.vector_norm(p.grad, -float("inf")),
     "a large gradient": lambda p: (p.grad > 2).any(),
@@ -244,6 +265,72 @@ def test_reductions_that_are_right_are_those_of_one_process() -> None:
     computed = [layer @ cut.T, nn.functional.linear(layer, cut), cut.detach(), cut.clone()]
     for each in (*computed, copy.deepcopy(cut.grad), cut.grad.as_subclass(Tensor)):
         assert type(each) is Tensor
+
+
+@on_ranks(2)
+def test_a_weight_that_is_divided_by_its_norm_is_refused_in_backward() -> None:
+    (cut, *_), (matrix, *_) = make_parameters()
+    cut.data.copy_(matrix.chunk(2)[dist.get_rank()])
+    normed = cut / cut.square().sum().sqrt()
+    outputs = nn.functional.linear(torch.ones(1, 3, dtype=cut.dtype), normed)
+    with pytest.raises(ValueError, match="a loss that is alike on all ranks"):
+        outputs.square().sum().backward()
+
+
+@on_ranks(2)
+def test_a_gradient_with_a_graph_can_be_set_to_zero() -> None:
+    (cut, *_), _ = make_parameters()
+    optimizer = torch.optim.SGD([cut], lr=0.1)
+    for read in (lambda: cut.grad, lambda: None):
+        optimizer.zero_grad()
+        (cut**3).sum().backward(create_graph=True)
+        read()
+        optimizer.zero_grad(set_to_none=False)
+        assert not cut.grad.requires_grad
+        assert not cut.grad.count_nonzero()
+
+
+@on_ranks(2)
+def test_a_parameter_made_of_a_gradient_is_copied_as_a_parameter() -> None:
+    (cut, *_), _ = make_parameters()
+    assert cut.grad is not None
+    made = nn.Parameter(cut.grad.clone(), requires_grad=False)
+    for parameter in (made, cut):
+        copied = copy.deepcopy(parameter)
+        assert type(copied) is nn.Parameter
+        assert copied.requires_grad == parameter.requires_grad
+        assert torch.equal(copied, parameter)
+
+
+ALONE: dict[str, Callable[[Any], object]] = {
+    "sum": lambda p: p.square().sum(),
+    "norm": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
+    "unscale_": lambda p: torch._amp_foreach_non_finite_check_and_unscale_(
+        [p.grad], torch.zeros(1), torch.ones(1)
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_alone_in_a_collective_of_parts_says_so(name: str) -> None:
+    (cut, *_), _ = make_parameters()
+    signal = torch.zeros(1)
+    if dist.get_rank() == 1:
+        dist.recv(signal, 0)
+        ALONE[name](cut)
+        return
+
+    def show(text: Warning | str, *_: Any) -> None:
+        assert f"{name}()" in str(text)
+        dist.send(signal, 1)
+        signal.fill_(1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # type: ignore[assignment]
+        ALONE[name](cut)
+    assert signal
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.parallel.cut_tensors import ELEMENTWISE, CutGradient, CutParameter
+from labkit.parallel.cut_tensors import ELEMENTWISE_OPTIMIZERS, CutGradient, CutParameter
 from labkit.parallel.losses import IGNORED
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
@@ -103,7 +103,7 @@ def test_elementwise_optimizers() -> None:
     Nor are passes of labkit's layers slowed down by questions of what they do with a part.
     """
     shape = dataclasses.replace(SHAPE, n_layers=1)
-    for kind in ELEMENTWISE:
+    for kind in ELEMENTWISE_OPTIMIZERS:
         whole = build(shape=shape)
         cut = tensor_parallel(build(shape=shape))
         expected = train_with_closure(
@@ -354,6 +354,8 @@ def test_dropout() -> None:
 class ReadsDevice(own_model.Block):
     def forward(self, x: Tensor) -> Tensor:
         zeros = torch.zeros(own_model.D, device=self.up.weight.device, dtype=x.dtype)
+        # a layer by hand after an operator on its part, in one graph or two
+        nn.functional.linear(x, self.up.weight.abs())
         return super().forward(x) + zeros
 
 

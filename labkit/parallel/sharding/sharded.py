@@ -44,7 +44,7 @@ class Sharded(DTensor):
     def data(self) -> Tensor:
         """The same rows, hidden from autograd."""
         rows = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        rows.__class__ = getattr(self, "result_class", Sharded)
+        rows.__class__ = CutShard if isinstance(self, CutShard) else Sharded
         return rows
 
     @data.setter
@@ -70,9 +70,6 @@ class CutShard(CutGradient, Sharded):
     """A shard of a gradient which tensor parallelism has cut, too: torch's norm is that of both."""
 
     __slots__ = ()
-
-
-CutShard.result_class = CutShard
 
 
 @torch.no_grad()
