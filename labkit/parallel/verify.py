@@ -34,9 +34,10 @@ from labkit.parallel.losses import mean_loss
 from labkit.parallel.messages import gather_json
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.tensor import TensorParallel
-from labkit.parallel.transport import member_group
+from labkit.parallel.transport import Group, member_group
 from labkit.parallel.verify_causes import Case, explain_gradient, explain_parameter
 from labkit.parallel.verify_training import (
+    KINDS,
     SGD_SETTINGS,
     STEPS,
     Batch,
@@ -55,7 +56,6 @@ from labkit.torch_private import DropoutNd
 
 __all__ = ["SGD_SETTINGS", "Parallel", "Verification", "over_sequence", "verify"]
 
-Group = dist.ProcessGroup | None
 Verdict = Literal["equal", "different", "refused"]
 
 
@@ -94,9 +94,6 @@ class Verification:
         if self.what == "dropout":
             size = f"{self.error:.0f} positions alike"
         return f"different: {value}{others} {when} on rank {self.rank}, {size}: {self.cause}"
-
-
-KINDS = ("parameter", "gradient", "loss", "norm", "parameter")
 
 
 def verify(
@@ -202,43 +199,50 @@ def _compare(
     aliases = case.aliases()
     # A tied parameter may have either of its names.
     for key, value in list(actual.items()):
-        for alias in aliases.get(key[2], ()):
-            actual.setdefault((*key[:2], alias), value)
-    everything = {**actual, **expected}
+        for alias in aliases.get(key.name, ()):
+            actual.setdefault(key._replace(name=alias), value)
     off: dict[Key, float] = {}
-    for key in everything:
+    for key in {**expected, **actual}:
         error = _difference(actual.get(key), expected.get(key))
         # Not `>`: NaN must be off, too.
         if not error <= tolerances.get(key, 0.0):
             off[key] = error
-    # Expected ones first: they have the same numbers on all ranks.
-    order = {key: number for number, key in enumerate({**expected, **everything})}
-    by_rank = gather_json([[order[key], *key, error] for key, error in off.items()], group)
-    keys = sorted({(item[1], item[2], item[0], item[3]) for items in by_rank for item in items})
-    if not keys:
+    by_rank = [
+        {Key(*key): error for key, error in items} for items in gather_json([*off.items()], group)
+    ]
+    # Those that are expected come first of their kind.
+    numbers = {key: number for number, key in enumerate(expected)}
+
+    def order(key: Key) -> tuple[int, int, int, str]:
+        return key.step, KINDS.index(key.kind), numbers.get(key, len(numbers)), key.name
+
+    off_anywhere = {key for errors in by_rank for key in errors}
+    if not off_anywhere:
         return None
-    step, kind, _, name = keys[0]
-    key = (step, kind, name)
-    errors = {
-        rank: item[4]
-        for rank, items in enumerate(by_rank)
-        for item in items
-        if (item[1], item[2], item[3]) == key
-    }
+    key = min(off_anywhere, key=order)
+    errors = {rank: errors[key] for rank, errors in enumerate(by_rank) if key in errors}
     worst = max(errors, key=lambda rank: errors[rank])
     tolerance = tolerances.get(key, 0.0)
     values = gather_values(actual.get(key), expected.get(key), group)
-    if KINDS[kind] == "gradient":
-        cause = explain_gradient(case, name, values, exact.gradients[step - 1], tolerance)
-    elif KINDS[kind] == "parameter":
-        cause = explain_parameter(case, name, values, exact, tolerance, step)
-    elif KINDS[kind] == "norm":
+    if key.kind == "gradient":
+        right = exact.gradients[key.step - 1]
+        cause = explain_gradient(case, key.name, values, right, tolerance)
+    elif key.kind == "parameter":
+        cause = explain_parameter(case, key.name, values, exact, tolerance, key.step)
+    elif key.kind == "norm":
         cause = "gradients are right and their norm is not: it is the local norm of each rank"
     else:
         cause = "gradients are right and the loss is not: it is that of a part, or scaled"
-    n_off = sum(one[:2] == (step, kind) for one in keys)
     return Verification(
-        "different", KINDS[kind], name, step, worst, errors[worst], tolerance, n_off, cause
+        "different",
+        what=key.kind,
+        name=key.name,
+        step=key.step,
+        rank=worst,
+        error=errors[worst],
+        tolerance=tolerance,
+        n_off=sum(other[:2] == key[:2] for other in off_anywhere),
+        cause=cause,
     )
 
 
@@ -249,7 +253,9 @@ def _difference(actual: Tensor | None, expected: Tensor | None) -> float:
     return float((actual - expected).abs().max()) if actual.numel() else 0.0
 
 
-def _check_dropout(parallel: Parallel, batch: Batch, group: dist.ProcessGroup) -> Any:
+def _check_dropout(
+    parallel: Parallel, batch: Batch, group: dist.ProcessGroup
+) -> Verification | None:
     """Return a difference if ranks drop the same positions of different activations, else None.
 
     Only where ranks have the same data, so that activations that differ are parts of the same ones.
@@ -281,10 +287,14 @@ def _check_dropout(parallel: Parallel, batch: Batch, group: dist.ProcessGroup) -
         first, *others = [one[name] for one in by_rank if name in one]
         for rank, (total, dropped) in enumerate(others, 1):
             if total != first[0] and dropped == first[1] and sum(dropped) > STEPS:
-                cause = "ranks drop the same positions of different parts: fork_seed in gradients"
-                n_dropped = float(sum(dropped))
-                step = STEPS + 1
                 return Verification(
-                    "different", "dropout", name, step, rank, n_dropped, 0.0, 1, cause
+                    "different",
+                    what="dropout",
+                    name=name,
+                    step=STEPS + 1,
+                    rank=rank,
+                    error=float(sum(dropped)),
+                    n_off=1,
+                    cause="ranks drop the same positions of different parts: use fork_seed",
                 )
     return None

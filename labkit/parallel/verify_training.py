@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,17 @@ Batch = tuple[Tensor, Tensor]
 Values = dict[str, Tensor]
 Loss = Callable[[Any, Tensor], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Key = tuple[int, int, str]
-"""Step, kind and name of a value."""
+KINDS = ("gradient", "loss", "norm", "parameter")
+"""Of values, in the order of a step."""
+
+
+class Key(NamedTuple):
+    """Which value of a training it is."""
+
+    step: int
+    kind: str
+    name: str
+
 
 STEPS = 3
 SAFETY = 16.0
@@ -74,13 +83,16 @@ class Record:
     parameters: list[Values] = field(default_factory=list)
 
     def values(self) -> dict[Key, Tensor]:
-        """Return all values by (step, kind, name), in the order in which they are compared."""
-        result = {(0, 0, name): value for name, value in self.parameters[0].items()}
+        """Return all values, in the order in which they are compared."""
+        result = {Key(0, "parameter", name): p for name, p in self.parameters[0].items()}
         for step in range(1, len(self.losses) + 1):
-            result |= {(step, 1, name): g for name, g in self.gradients[step - 1].items()}
-            result[step, 2, ""] = torch.tensor(self.losses[step - 1], dtype=torch.float64)
-            result[step, 3, ""] = torch.tensor(self.norms[step - 1], dtype=torch.float64)
-            result |= {(step, 4, name): p for name, p in self.parameters[step].items()}
+            gradients = self.gradients[step - 1]
+            result |= {Key(step, "gradient", name): g for name, g in gradients.items()}
+            for kind, numbers in (("loss", self.losses), ("norm", self.norms)):
+                number = numbers[step - 1]
+                result[Key(step, kind, "")] = torch.tensor(number, dtype=torch.float64)
+            parameters = self.parameters[step]
+            result |= {Key(step, "parameter", name): p for name, p in parameters.items()}
         return result
 
 
@@ -94,34 +106,16 @@ def train_whole(
 ) -> Record:
     """Train a copy of the model in one process."""
     model = copy.deepcopy(start).to(dtype)
-    optimizer = make_optimizer(model.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_function(model(_cast(inputs, dtype)), _cast(targets, dtype))
+        if loss.requires_grad:
+            loss.backward()
+        return loss
+
+    names = dict(model.named_parameters(remove_duplicate=False))
     record = Record(make_optimizer, max_norm)
-
-    def note_parameters() -> None:
-        named = model.named_parameters(remove_duplicate=False)
-        record.parameters.append({name: p.detach().double().clone() for name, p in named})
-
-    note_parameters()
-    with _without_dropout(model):
-        for step in range(STEPS):
-            inputs, targets = [_cast(x, dtype) for x in batches[step % len(batches)]]
-            optimizer.zero_grad()
-            loss = loss_function(model(inputs), targets)
-            if loss.requires_grad:
-                loss.backward()
-            record.losses.append(float(loss.detach()))
-            record.gradients.append(
-                {
-                    name: p.grad.detach().to_dense().double().clone()
-                    for name, p in model.named_parameters(remove_duplicate=False)
-                    if p.grad is not None
-                }
-            )
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            record.norms.append(float(norm))
-            optimizer.step()
-            note_parameters()
-    return record
+    return _train(Parallel(model=model, step=step, gather=dict), batches, None, record, names)
 
 
 def train_parallel(
@@ -134,11 +128,20 @@ def train_parallel(
 
     Losses are means over ranks; norms are this rank's.
     """
+    record = Record(parallel.optimizer or whole.make_optimizer, whole.max_norm)
+    return _train(parallel, batches, group, record, whole.parameters[0])
+
+
+def _train(
+    parallel: Parallel,
+    batches: Sequence[Batch],
+    group: dist.ProcessGroup | None,
+    record: Record,
+    names: Container[str],
+) -> Record:
+    """Fill a record. `group`: None in one process; `names`: of parameters in one process."""
     model = parallel.model
-    make_optimizer = parallel.optimizer or whole.make_optimizer
-    optimizer = make_optimizer(model.parameters())
-    record = Record(make_optimizer, whole.max_norm)
-    names = whole.parameters[0]
+    optimizer = record.make_optimizer(model.parameters())
 
     def named() -> dict[str, nn.Parameter]:
         return dict(model.named_parameters(remove_duplicate=False))
@@ -146,16 +149,20 @@ def train_parallel(
     record.parameters.append(_gather(parallel, named(), names))
     with _without_dropout(model):
         for step in range(STEPS):
+            inputs, targets = batches[step % len(batches)]
+            if parallel.split is not None and group is not None:
+                inputs = parallel.split(inputs, group.rank())
+                targets = parallel.split(targets, group.rank())
             optimizer.zero_grad()
-            loss = float(parallel.step(*_local_batch(parallel, batches, step, group)).detach())
-            losses = gather_json(loss, group)
+            loss = float(parallel.step(inputs, targets).detach())
+            losses = [loss] if group is None else gather_json(loss, group)
             record.losses.append(sum(losses) / len(losses))
             grads = {name: p.grad for name, p in named().items() if p.grad is not None}
             record.gradients.append(_gather(parallel, grads, names))
             if parallel.clip is not None:
-                norm = parallel.clip(whole.max_norm)
+                norm = parallel.clip(record.max_norm)
             else:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), whole.max_norm)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), record.max_norm)
             if hasattr(norm, "full_tensor"):
                 norm = norm.full_tensor()  # FSDP's is a DTensor, of which each rank has a share
             record.norms.append(float(norm))
@@ -182,15 +189,6 @@ def update_parts(record: Record, name: str, dim: int, ranks: int, steps: int) ->
             optimizer.step()
         parts.append(part.detach())
     return torch.cat(parts, dim)
-
-
-def _local_batch(
-    parallel: Parallel, batches: Sequence[Batch], step: int, group: dist.ProcessGroup
-) -> Batch:
-    inputs, targets = batches[step % len(batches)]
-    if parallel.split is None:
-        return inputs, targets
-    return parallel.split(inputs, group.rank()), parallel.split(targets, group.rank())
 
 
 @torch.no_grad()
