@@ -29,7 +29,6 @@ from labkit.parallel.transport import CHOICES, make_separate_transport, member_g
 
 Wait = Callable[[], object]  # waits for the end of an action, and raises its error
 TORCH = "torch"
-_Task = tuple[Future[None], list[Callable[[], None]]]
 
 
 def weak_hook(owner: Any, method: Callable[..., None], *args: object) -> Callable[..., None]:
@@ -118,6 +117,29 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from tensors_in(part, depth - 1)
 
 
+class _Task:
+    """An action, and its end."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+        self.end: Future[None] = Future()
+
+    def run(self) -> None:
+        error = None
+        try:
+            with torch.no_grad():  # each thread has a grad mode
+                assert self.action is not None
+                self.action()
+        except BaseException as raised:
+            error = raised
+        # Now: the wait for the end may be long after it, and the action has tensors.
+        self.action = None
+        if error is None:
+            self.end.set_result(None)
+        else:
+            self.end.set_exception(error)
+
+
 class Channel:
     """Runs actions in the order in which they are started. All ranks of a group create it
     together."""
@@ -138,7 +160,7 @@ class Channel:
 
         `reads`: tensors that the action reads and the caller may release before its end.
         """
-        task: _Task = Future(), [action]
+        task = _Task(action)
         if self._stream is not None:
             return self._start_in_stream(self._stream, task, reads)
         if self._tasks is None:
@@ -150,7 +172,7 @@ class Channel:
             # thread.
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put(task)
-        return task[0].result
+        return task.end.result
 
     def _start_in_stream(
         self, stream: torch.cuda.Stream, task: _Task, reads: Iterable[Tensor]
@@ -160,14 +182,14 @@ class Channel:
         # What the action reads, and the memory that it writes to, is still in use there.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            _run_task(task)
+            task.run()
         end = stream.record_event()
         for tensor in reads:
             # Otherwise the allocator gives their memory to kernels that do not wait for the stream.
             tensor.record_stream(stream)
 
         def wait() -> None:
-            task[0].result()
+            task.end.result()
             torch.cuda.current_stream(self._device).wait_event(end)
 
         return wait
@@ -237,20 +259,5 @@ class BackgroundAllReduce:
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
     torch.set_num_threads(threads)  # OpenMP counts per thread
     while (task := tasks.get()) is not None:
-        _run_task(task)
-        del task  # an idle thread keeps no tensor and no transport alive
-
-
-def _run_task(task: _Task) -> None:
-    """Run the task's last action; its future gets the end."""
-    future, actions = task
-    error = None
-    try:
-        with torch.no_grad():  # each thread has a grad mode
-            actions.pop()()  # its tensors may be released long before the wait
-    except BaseException as raised:
-        error = raised
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+        task.run()
+        del task  # an idle thread keeps no transport alive
