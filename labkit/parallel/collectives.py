@@ -99,11 +99,22 @@ def ring_all_reduce(vector: Tensor, call: Call, divisor: int) -> None:
     adds = []
     copies = []
     for s in range(p - 1):  # rank r sends shard r-1 first, so that it ends with shard r
-        sent = shards[(r - s - 1) % p]
-        received = shards[(r - s - 2) % p]
-        by = divisor if s == p - 2 else 1  # the last round completes this rank's shard
-        adds.append([Transfer(sent, right, received, left, add=True, divisor=by)])
-        copies.append([Transfer(shards[(r - s) % p], right, shards[(r - s - 1) % p], left)])
+        add = Transfer(
+            outgoing=shards[(r - s - 1) % p],
+            target=right,
+            incoming=shards[(r - s - 2) % p],
+            source=left,
+            add=True,
+            divisor=divisor if s == p - 2 else 1,  # the last round completes this rank's shard
+        )
+        copy = Transfer(
+            outgoing=shards[(r - s) % p],
+            target=right,
+            incoming=shards[(r - s - 1) % p],
+            source=left,
+        )
+        adds.append([add])
+        copies.append([copy])
     call.run(adds + copies)
 
 
@@ -132,11 +143,18 @@ def reduce_scatter_round(
     r = call.rank
     transfers = []
     for s in range(1, p):
-        # This rank's own part is added with the first message: `result` may hold anything before.
-        total = shards[r] if s == 1 else result
-        by = divisor if s == p - 1 else 1
-        to = (r + s) % p
-        transfers.append(Transfer(shards[to], to, total, (r - s) % p, True, by, result))
+        target = (r + s) % p
+        transfer = Transfer(
+            outgoing=shards[target],
+            target=target,
+            # This rank's own part is added with the first message: `result` may hold anything.
+            incoming=shards[r] if s == 1 else result,
+            source=(r - s) % p,
+            add=True,
+            divisor=divisor if s == p - 1 else 1,
+            into=result,
+        )
+        transfers.append(transfer)
     return transfers
 
 

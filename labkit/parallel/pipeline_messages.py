@@ -74,11 +74,11 @@ class Messages:
         """Receive what a group rank sends; a tensor is a leaf on this rank's device."""
         message, header_part, room = self._make_message(way)
         exchange(
-            None,
-            None,
-            message,
-            source,
-            cpu_group(self._group),
+            send=None,
+            to=None,
+            receive=message,
+            source=source,
+            group=cpu_group(self._group),
             transport=self._header_transport,
         )
         header = header_part.tolist()
