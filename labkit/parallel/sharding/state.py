@@ -31,7 +31,7 @@ a forward pass would keep all units in memory, and are refused.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,15 +44,13 @@ from labkit.parallel.sharding.hooks import Hook, cast, find_gradient_nodes, regi
 from labkit.parallel.sharding.pass_agreement import PassAgreement
 from labkit.parallel.sharding.penalty import OUTSIDE, ShardInLoss
 from labkit.parallel.sharding.sharded import Sharded
-from labkit.parallel.sharding.unit import Options, Unit, uncopyable
+from labkit.parallel.sharding.unit import Options, Unit
 
 T = TypeVar("T")
 
 
 class FSDPState:
     """The schedule of units, the last of which is the model itself."""
-
-    __deepcopy__ = __reduce_ex__ = uncopyable("a module of FSDP")
 
     def __init__(
         self,
@@ -87,6 +85,9 @@ class FSDPState:
             unit.module.register_forward_hook(
                 partial(self._abort_if_root, unit), with_kwargs=True, always_call=True
             )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a module of FSDP is tied to its ranks: save its state_dict()")
 
     def set_shard_class(self, shard_class: type[Sharded]) -> None:
         """Begin or end that losses may be computed from shards: `ShardInLoss` or `Sharded`."""
@@ -132,7 +133,7 @@ class FSDPState:
         is_stale = self._agree(self._agreement.before_forward)
         for each, is_stale_anywhere in zip(self._units, is_stale, strict=True):
             if is_stale_anywhere:
-                each.is_filled = False  # it keeps its memory, and is gathered again
+                each.gather_again()
             each.set_requires_grad_if_needed()
 
     @disable_compile

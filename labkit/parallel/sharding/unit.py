@@ -13,7 +13,6 @@ and filled again in between, which autograd does not notice. Reading freed memor
 `reshard` raises the version counter, as a change in place would, and `unshard` resets it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,7 +72,7 @@ class Unit:
         # The modules have the unsharded parameters.
         self.is_unsharded = False
         # The memory of the unsharded parameters is filled, or being filled.
-        self.is_filled = False
+        self._is_filled = False
         self._all_gather_in_flight: Wait | None = None
         # Versions of the shards that were gathered last.
         self._gathered_versions: list[tuple[int, ...]] = []
@@ -92,9 +91,9 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to all-gather the parameters, unless they are in memory. A collective."""
-        if self.is_filled or not self.parameters:
+        if self._is_filled or not self.parameters:
             return
-        self.is_filled = True
+        self._is_filled = True
         self._gathered_versions = self.shard_versions()
         self._may_step = any(parameter.sharded.grad is not None for parameter in self.parameters)
         for parameter in self.parameters:
@@ -120,8 +119,12 @@ class Unit:
             self._to_sharded()
         # The messages of one that was prefetched, and not used, are written to the memory.
         self._wait_for_all_gather()
-        if self.is_filled and not keep_memory:
+        if self._is_filled and not keep_memory:
             self._free_unsharded()
+
+    def gather_again(self) -> None:
+        """Let the next `unshard` gather, into the same memory: shards have changed on a rank."""
+        self._is_filled = False
 
     def set_requires_grad_if_needed(self) -> None:
         """Freeze and thaw the unsharded parameters as the user did the shards; note the trained."""
@@ -146,7 +149,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether it has unsharded parameters in memory that may differ from the shards."""
-        if not self.is_filled:
+        if not self._is_filled:
             return False
         has_gradients = any(parameter.sharded.grad is not None for parameter in self.parameters)
         is_changed = self.shard_versions() != self._gathered_versions
@@ -200,7 +203,7 @@ class Unit:
             parameter.set_on_modules(parameter.sharded)
 
     def _free_unsharded(self) -> None:
-        self.is_filled = False
+        self._is_filled = False
         if self.parameters:
             for parameter in self.parameters:
                 _resize_storage(parameter.all_gather_output, 0)
@@ -275,12 +278,3 @@ class Unit:
                 parameter.has_sparse_gradient = False
                 parameter.reduced = []
             self.reshard(keep_memory=not self._options.reshard_after_backward)
-
-
-def uncopyable(what: str) -> Callable[[Any, Any], Any]:
-    """Return a method that refuses to copy or pickle an object that is tied to its ranks."""
-
-    def refuse(self: Any, _: Any = None) -> Any:
-        raise TypeError(f"{what} is tied to its ranks: save its state_dict()")
-
-    return refuse
