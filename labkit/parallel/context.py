@@ -30,14 +30,13 @@ from labkit.parallel.backward_pass import report_failures
 from labkit.parallel.context_attention import gather_attention, ring_attention
 from labkit.parallel.context_layout import (
     LAYOUTS,
-    Group,
     count_parts,
     join_sequence,
     local_positions,
     split_sequence,
 )
 from labkit.parallel.losses import mean_loss, next_tokens
-from labkit.parallel.transport import AUTO, member_group
+from labkit.parallel.transport import AUTO, Group, member_group
 from labkit.torch_private import ConvNd, NormBase
 
 __all__ = [

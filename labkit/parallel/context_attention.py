@@ -29,12 +29,12 @@ from labkit.nn.attention import check_attention_inputs
 from labkit.parallel.agreement import agree_per_pass
 from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.context_blocks import add_gradients, attend_to_block
-from labkit.parallel.context_layout import Group, count_parts
+from labkit.parallel.context_layout import count_parts
 from labkit.parallel.exchange import exchange, start_exchange
 from labkit.parallel.failures import check_group
 from labkit.parallel.messages import cpu_group
 from labkit.parallel.prepare import disable_compile
-from labkit.parallel.transport import AUTO, member_group
+from labkit.parallel.transport import AUTO, Group, member_group
 
 # Of each group, the calls on which its ranks have agreed.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()

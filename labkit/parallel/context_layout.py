@@ -14,14 +14,12 @@ Source: Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2, for zigzag.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
-from labkit.parallel.transport import AUTO, member_group
+from labkit.parallel.transport import AUTO, Group, member_group
 
 LAYOUTS = ("zigzag", "contiguous")
-Group = dist.ProcessGroup | None
 
 
 def local_positions(

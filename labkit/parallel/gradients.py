@@ -20,9 +20,7 @@ from torch import Tensor
 
 from labkit.parallel.cut_tensors import CutGradient
 from labkit.parallel.layouts import find_layout
-from labkit.parallel.transport import member_group
-
-Group = dist.ProcessGroup | None
+from labkit.parallel.transport import Group, member_group
 
 
 @torch.no_grad()

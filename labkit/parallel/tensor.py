@@ -70,10 +70,9 @@ from labkit.parallel.tensor_state import (
     save_parts,
     set_optimizer_state,
 )
-from labkit.parallel.transport import AUTO, CHOICES, member_group
+from labkit.parallel.transport import AUTO, CHOICES, Group, member_group
 from labkit.torch_private import DisableTorchFunctionSubclass
 
-Group = dist.ProcessGroup | None
 # labkit's collectives over a transport, or those of torch.distributed
 TRANSPORTS = (*CHOICES, TORCH)
 

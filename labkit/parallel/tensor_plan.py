@@ -60,9 +60,9 @@ RULES = (*CUTS, *REPLICATED, "block", "count")
 class TensorRule(NamedTuple):
     """What a parameter or buffer is."""
 
-    dim: int | None
+    dim: int | None = None
     """The dimension in which it is cut; None: whole on every rank."""
-    is_summed: bool
+    is_summed: bool = False
     """Each rank applies it to other activations, so its gradient is summed over ranks."""
 
 
@@ -227,13 +227,13 @@ def _find_tensor_rule(
     layer_rule = by_name.get(layer)
     if layer_rule in CUTS and attribute in ("weight", "bias") and rule in (None, layer_rule):
         if layer_rule != "columns":
-            return TensorRule(0, False)
+            return TensorRule(dim=0)
+        if attribute == "weight":
+            return TensorRule(dim=1)
         # the bias is added to the sum over ranks, and with sequence parallelism to some tokens
-        return (
-            TensorRule(1, False) if attribute == "weight" else TensorRule(None, sequence_parallel)
-        )
+        return TensorRule(is_summed=sequence_parallel)
     if rule == "rows":
-        return TensorRule(0, False)
+        return TensorRule(dim=0)
     for each in (name, *_ancestors(name)):
         rule = by_name.get(each)
         if rule == "block":
@@ -243,7 +243,8 @@ def _find_tensor_rule(
             if each == name and rule != "heads" and "block" in around:
                 # layers are checked when they run (`_check_place`), a parameter cannot be
                 raise ValueError(f"expected the rule 'heads' for {name}, which is in a block")
-            return TensorRule(None, rule == "heads" or (rule == "tokens" and sequence_parallel))
+            is_summed = rule == "heads" or (rule == "tokens" and sequence_parallel)
+            return TensorRule(is_summed=is_summed)
     return None
 
 

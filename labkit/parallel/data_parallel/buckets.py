@@ -31,10 +31,10 @@ def assign_buckets(
         kind = (parameter.dtype, parameter.device)
         bucket = filling.setdefault(kind, [])
         bucket.append(index)
+        n_bytes = sum(parameters[i].nbytes for i in bucket)
+        limit_mb = limits.get(kind, min(first_bucket_mb, bucket_mb))
         # A parameter that fills the bucket goes into it, as in torch: it may exceed the limit.
-        if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(
-            kind, min(first_bucket_mb, bucket_mb)
-        ):
+        if n_bytes >= limit_mb * MIB:
             full.append(filling.pop(kind))
             limits[kind] = bucket_mb
     return full + sorted(filling.values())  # by their first index

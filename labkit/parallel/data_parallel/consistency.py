@@ -35,17 +35,14 @@ def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | N
         if hasattr(part, "no_sync"):
             got = f"{name or 'the model'}, a {type(part).__name__}"
             raise ValueError(f"expected a model without a wrapper in it, got {got}")
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (
-            part.sparse or part.max_norm is not None
-        ):
-            reason = (
-                "sparse=True"
-                if part.sparse
-                else "max_norm, which changes only the rows that a rank sees"
-            )
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if part.sparse:
+            raise ValueError(f"expected dense gradients, and {name or 'it'} has sparse=True")
+        if part.max_norm is not None:
             raise ValueError(
-                f"expected embeddings with dense gradients and updates, and {name or 'it'} has"
-                f" {reason}"
+                f"expected dense updates, and {name or 'it'} has max_norm, which changes only the"
+                " rows that a rank sees"
             )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         check_values(name, tensor)

@@ -200,7 +200,7 @@ def _set_up_process(rank: int, directory: Path) -> None:
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # Linux has it
         score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE)))
-    # Python has looked for a folder in the fork server, whose variables were others.
+    # In the fork server, with its environment, Python may have chosen a folder already.
     tempfile.tempdir = None
     # What torch compiles outlives the rank, unlike its other temporary files: it takes 15 s.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}"

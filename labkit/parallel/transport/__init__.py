@@ -50,6 +50,7 @@ _selections: weakref.WeakKeyDictionary[dist.ProcessGroup, _Selections] = weakref
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Transport]] = (
     weakref.WeakKeyDictionary()
 )
+# How many `make_separate_transport` has made.
 _separate_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
