@@ -24,6 +24,7 @@ from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.failures import GroupOver, explain_failure, report_failure
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.transport import abort
 from tests.parallel.shared_ranks import on_ranks
 
 Step = Callable[[], None]
@@ -143,6 +144,16 @@ class _Pair(dist.ProcessGroup):
 
     def get_group_store(self) -> dist.Store:
         return self._store
+
+
+@on_ranks(2)
+def test_a_group_that_another_rank_has_left_is_left_without_an_error() -> None:
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    if dist.get_rank() == 0:
+        abort(group)
+    dist.barrier()
+    abort(group)
 
 
 def _stores() -> tuple[dist.TCPStore, dist.TCPStore]:

@@ -107,10 +107,10 @@ def abort(group: dist.ProcessGroup) -> None:
     for transport in [*_transports.get(group, ())]:
         transport.leave()
     backend: Any = group._get_backend(_HOST)
-    never = backend.recv([torch.empty(1)], (group.rank() + 1) % group.size(), ABORT_TAG)
     # gloo cannot be aborted (torch 2.13), but where a wait is too long for the application, gloo
-    # closes all connections of the group.
+    # closes all connections of the group. It raises at once if the other rank has closed them.
     with suppress(RuntimeError):
+        never = backend.recv([torch.empty(1)], (group.rank() + 1) % group.size(), ABORT_TAG)
         never.wait(timedelta(milliseconds=1))
 
 
