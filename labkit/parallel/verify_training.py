@@ -228,11 +228,11 @@ def gather_values(
     like = expected if expected is not None else actual
     shape = torch.Size() if like is None else like.shape
     is_there = actual is not None and actual.shape == shape
-    # Ranks without the value do not know the shape of those with it only.
     flag = torch.tensor([float(is_there)], dtype=torch.float64)
     flags = [torch.empty_like(flag) for _ in range(group.size())]
     dist.all_gather(flags, flag, group=group)
     if expected is None:
+        # Ranks without the value do not know its shape, so that none can gather it.
         return [torch.zeros(()) if each else None for each in flags]
     local = actual.cpu() if is_there and actual is not None else torch.zeros(shape).double()
     values = [torch.empty_like(local, dtype=torch.float64) for _ in flags]
