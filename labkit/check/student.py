@@ -17,7 +17,7 @@ CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
 # A last paragraph that ends with a colon and announces the cell below.
 LEAD_IN = re.compile(r"(?:\A|\n\n)[^\n]+(?:\n[^\n]+)*:\s*\Z")
-# The other notebooks are not beside a student's.
+# The other notebooks are not in the folder of a student's.
 LINK = re.compile(r"\[([^\]]*)\]\(\d\d_\w+\.ipynb\)")
 SHOWS_SOURCE = re.compile(r"^lab\.source\(", re.MULTILINE)
 ANSWERS = re.compile(r'^lab\.answer\("(\w+)"\)', re.MULTILINE)

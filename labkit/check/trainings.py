@@ -1,7 +1,7 @@
 """A baseline of a reader's own training: saved runs of `labkit try`, and what changed since.
 
 The parts of a step are compared as the quantities of `labkit check` are. Another processor or other
-cores forbid a comparison; another torch or system is named beside what changed.
+cores forbid a comparison; another torch or system is named with what changed.
 """
 
 from collections.abc import Sequence
