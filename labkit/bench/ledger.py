@@ -49,9 +49,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest sum of live storages, and these storages where it is first reached."""
+    """The highest sum of live storages, the moment it is first reached, and these storages."""
 
     n_bytes: int
+    moment: int
     live: Sequence[Allocation]
 
     def by_category(self) -> dict[str, int]:
@@ -163,7 +164,7 @@ def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Pea
     totals = _live_bytes(allocations, start, end)[1].sum(axis=1)
     moment = start - 1 + int(totals.argmax())
     live = [a for a in allocations if a.born <= moment and (a.freed is None or a.freed > moment)]
-    return Peak(int(totals.max()), live)
+    return Peak(int(totals.max()), moment, live)
 
 
 def timeline_between(
