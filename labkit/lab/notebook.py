@@ -22,7 +22,7 @@ from labkit.lab.figures.draw import draw
 from labkit.lab.figures.plot import Plot
 from labkit.lab.pages import cards
 from labkit.lab.pages.record import run_card
-from labkit.lab.parameters import Parameters, check_parameters, locate_run
+from labkit.lab.parameters import Parameters, check_papermill_cell, check_parameters, locate_run
 from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.budget import with_more_rounds
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
@@ -60,10 +60,12 @@ def open_lab(
         **parameters: fields of the lab's config; None leaves what the profile says.
 
     Raises:
-        ParameterError: for a wrong name or value.
+        ParameterError: for a wrong name or value here, or on papermill's command line.
     """
-    values = {"profile": profile, "run": run, "config": config, **parameters}
-    return OpenLab(study, check_parameters(study, values))
+    # What the notebook passed, to compare with what papermill's command line has set.
+    passed = {"profile": profile, "run": run, "config": config, **parameters}
+    check_papermill_cell(study, getattr(get_ipython(), "user_ns", {}).get("In", []), passed)
+    return OpenLab(study, check_parameters(study, passed))
 
 
 class OpenLab:

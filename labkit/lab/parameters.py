@@ -1,12 +1,12 @@
 """Parameters of a notebook: `profile`, `run`, `config`, and fields of the lab's config.
 
-They reach the lab in two ways, and each is checked before any work: `open_lab(LAB, repeats=7)` in a
-notebook or script, and `labkit report --set`, which a report writes below the parameters cell.
-papermill's command line writes there, too, and warns itself of a name that the cell does not set.
+They reach the lab in three ways, and each is checked before any work: `open_lab(LAB, repeats=7)`
+in a notebook or script; `labkit report --set`, which papermill writes below the parameters cell;
+and papermill's own command line.
 """
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import find_run
 
 COMMON_PARAMETERS = ("profile", "run", "config")
+# papermill marks the cell that it adds by a tag, which a kernel does not see, and this first line.
+PAPERMILL_COMMENT = "# Parameters\n"
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ def locate_run(study: Lab, text: str) -> Path:
 def report_parameters(
     study: Lab, notebook: str, parameters: Mapping[str, Any]
 ) -> tuple[dict[str, Any], LabConfig]:
-    """Return what a cell below the parameters cell must set, so that a report's parameters win.
+    """Return what papermill must set so that a report's parameters win over the notebook's.
 
     A parameter that the parameters cell does not set goes into its `config`. Returns the lab's
     config, too. ParameterError for a wrong name or value in either.
     """
-    # A name that no cell reads would be lost.
+    # papermill only warns of a name that the parameters cell does not set, and goes on without.
     in_cell = notebook_parameters(notebook, study.name)
     values = {name: value for name, value in parameters.items() if name in in_cell}
     others = {name: value for name, value in parameters.items() if name not in in_cell}
@@ -92,15 +94,39 @@ def notebook_parameters(text: str, name: str) -> dict[str, Any]:
 
 def literal_assignments(source: str) -> dict[str, Any]:
     """Read the `name = literal` statements of a cell. ValueError for a value that is no literal."""
-    values: dict[str, Any] = {}
-    # IPython's own syntax, such as %magic and !command, is Python only after its transformation.
-    for statement in ast.parse(TransformerManager().transform_cell(source)).body:
-        match statement:
-            case ast.Assign([ast.Name(name)], value):
-                values[name] = ast.literal_eval(value)
-            case ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
-                values[name] = ast.literal_eval(value)
-    return values
+    return {name: ast.literal_eval(value) for name, value in _assignments(source)}
+
+
+def check_papermill_cell(study: Lab, cells: Sequence[str], passed: Mapping[str, Any]) -> None:
+    """Refuse what papermill's own command line has set in vain; papermill itself only warns.
+
+    Its cell is all that a kernel ever sees of that command line, so this looks for it among the
+    `cells` that were executed, the oldest first. `passed` is what the notebook gave to `open_lab`.
+    """
+    numbers = [index for index, cell in enumerate(cells) if cell.startswith(PAPERMILL_COMMENT)]
+    if not numbers:
+        return
+    names = [name for name, _ in _assignments(cells[numbers[-1]])]
+    for name in names:
+        if name in study.config.model_fields and name not in passed:
+            raise ParameterError(
+                f"{study.name}: this notebook does not set {name!r} in its parameters cell: pass it"
+                f" to papermill as -y 'config: {{{name}: ...}}'"
+            )
+    check_names(study.name, names, passed)
+    # Without a cell tagged `parameters`, papermill puts its cell above all others, and the
+    # notebook's defaults overwrite it. `In[0]` is empty.
+    first = dict(_assignments(cells[1])) if numbers[-1] == 1 else {}
+    for name, value in first.items():
+        try:
+            is_lost = ast.literal_eval(value) != passed[name]
+        except ValueError:  # computed: papermill writes literals
+            continue
+        if is_lost:
+            raise ParameterError(
+                f"{study.name}: papermill has set {name!r} in the first cell, and a later one has"
+                " overwritten it: tag that one `parameters`, and start again"
+            )
 
 
 def _merge(study: Lab, config: Any, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,3 +141,16 @@ def _merge(study: Lab, config: Any, others: Mapping[str, Any]) -> dict[str, Any]
             f"{study.name}: parameter {min(twice)!r} is set twice, in 'config' and outside it"
         )
     return {**config, **others}
+
+
+def _assignments(source: str) -> list[tuple[str, ast.expr]]:
+    """Return names and values of the plain assignments at the top level of a cell."""
+    assignments = []
+    # IPython's own syntax, such as %magic and !command, is Python only after its transformation.
+    for statement in ast.parse(TransformerManager().transform_cell(source)).body:
+        match statement:
+            case ast.Assign([ast.Name(name)], value):
+                assignments.append((name, value))
+            case ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
+                assignments.append((name, value))
+    return assignments

@@ -1,4 +1,4 @@
-"""Parameters of a notebook and of a report: each is checked, none is lost."""
+"""Parameters of a notebook, a report and papermill: each is checked, none is lost."""
 
 from unittest.mock import Mock
 
@@ -83,6 +83,44 @@ def test_a_parameter_counts_whatever_stands_in_its_cell_and_wherever_it_is_set(s
 def test_papermill_s_values_win_over_the_defaults(shell):
     lab = shell(CELL, '# Parameters\nprofile = "smoke"\nrepeats = 7\n', OPEN)["lab"]
     assert (lab.parameters.profile, lab.config.repeats) == ("smoke", 7)
+
+
+@pytest.mark.parametrize(
+    ("passed", "expected"),
+    [
+        ('profil = "smoke"', r"unknown parameter 'profil' \(did you mean 'profile'\?\)"),
+        ("warmup = float('nan')", "pass it to papermill as -y 'config: {warmup: ...}'"),
+    ],
+)
+def test_what_papermill_sets_in_vain_is_refused(passed, expected, shell):
+    with pytest.raises(ParameterError, match=expected):
+        shell(CELL, f"# Parameters\n{passed}\n", OPEN)
+    # mended in a later run of the cell: the first one is still in the history
+    assert shell(CELL, "# Parameters\nrepeats = 7\n", OPEN)["lab"].config.repeats == 7
+
+
+@pytest.mark.parametrize("injected", ['profile = "smoke"', "repeats = 7"])
+def test_papermill_s_values_above_the_parameters_cell_are_not_lost(injected, shell):
+    """As papermill puts them in a notebook whose parameters cell lost its tag."""
+    with pytest.raises(ParameterError, match="tag that one `parameters`"):
+        shell(f"# Parameters\n{injected}\n", "import math", CELL, OPEN)
+
+
+def test_papermill_s_values_in_a_notebook_of_few_parameters_are_not_lost(shell):
+    opened = "lab = open_lab(study, profile=profile, repeats=5)"
+    with pytest.raises(ParameterError, match="'profile'"):
+        shell('# Parameters\nprofile = "smoke"\n', 'profile = "quick"', opened)
+
+
+def test_a_parameter_that_papermill_did_not_set_overwrites_nothing(shell):
+    opened = "lab = open_lab(study, profile='smoke', repeats=repeats)"
+    assert shell("# Parameters\nrepeats = 7\n", "import math", opened)["lab"].config.repeats == 7
+
+
+def test_a_cell_that_a_reader_calls_parameters_is_not_taken_for_papermill_s(shell):
+    for repeats in (7, 8):
+        namespace = shell(f"# Parameters\n{CELL}\nrepeats = {repeats}", OPEN)
+        assert namespace["lab"].config.repeats == repeats
 
 
 def test_literals_are_read_beside_lines_that_set_nothing():
