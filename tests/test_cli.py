@@ -15,11 +15,13 @@ from datetime import UTC, datetime, timedelta
 from unittest.mock import Mock
 
 import pytest
+from papermill.parameterize import parameterize_path
 
 from labkit import __version__
 from labkit.lab import project
 from labkit.lab.commands.console import number, prepare_shell
 from labkit.lab.pages import report
+from labkit.lab.pages.execute import execute_notebook
 from labkit.lab.pages.report import LabResult
 from labkit.lab.project import (
     committed_notebook,
@@ -301,6 +303,15 @@ def test_a_home_of_an_unknown_user_is_one_line(command, monkeypatch):
         status, _, complaints = command(*arguments)
         assert status == 2
         _assert_one_message(complaints, ["LABKIT_HOME=~nobody-of-this-name/lab"])
+
+
+def test_a_folder_with_braces_is_no_parameter_of_papermill(tmp_path, monkeypatch):
+    carried_out = Mock()
+    monkeypatch.setattr("labkit.lab.pages.execute.papermill.execute_notebook", carried_out)
+    target = tmp_path / "a {b} %d" / "limits.ipynb"
+    execute_notebook("{}", target, {}, Mock())
+    assert parameterize_path(carried_out.call_args.args[0], {}) == str(target)
+    assert target.read_text() == "{}"
 
 
 LONG = "x" * 300

@@ -16,15 +16,16 @@ from contextlib import closing, suppress
 from html import unescape
 from pathlib import Path
 from threading import Event, Thread
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import nbformat
+import papermill
 import pytest
-from nbclient import NotebookClient
+from papermill.clientwrap import PapermillNotebookClient
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 
-from labkit.lab.pages.execute import Kernel, execute_notebook
+from labkit.lab.pages.execute import ENGINE, Kernel, execute_notebook
 from labkit.lab.pages.html import mark_code
 from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import PageRecord
@@ -69,14 +70,13 @@ def test_a_kernel_needs_no_home_directory_that_can_be_written(tmp_path, monkeypa
     home.touch()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("IPYTHONDIR", raising=False)
-    setup = MagicMock()
-    monkeypatch.setattr(NotebookClient, "setup_kernel", setup)
-    monkeypatch.setattr(NotebookClient, "execute_cell", Mock())
+    execute = Mock()
+    monkeypatch.setattr(PapermillNotebookClient, "execute", execute)
     notebook = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]))
     with closing(Kernel()) as kernel:
         assert kernel.manager.kernel_spec.argv
         execute_notebook(notebook, tmp_path / "a.ipynb", {}, kernel)
-        folder = Path(setup.call_args.kwargs["env"]["IPYTHONDIR"])
+        folder = Path(execute.call_args.kwargs["env"]["IPYTHONDIR"])
         assert folder.is_dir()
     assert not folder.exists()
 
@@ -117,7 +117,15 @@ def _report_in_one_kernel(pages, patch, kernel):
         (page,) = plan_report([study], parameters, pages)
         assert report_lab(page, pages, kernel).error is None
     tour = pages / "notebooks" / TOUR.name
-    execute_notebook(TOUR.read_text(), tour, {"repeats": 3}, kernel)
+    options = {
+        "kernel": kernel,
+        "on_progress": lambda _: None,
+        "target": tour,
+        "progress_bar": False,
+    }
+    papermill.execute_notebook(
+        TOUR, tour, {"repeats": 3}, engine_name=ENGINE, kernel_name="python3", **options
+    )
     write_index(map(load_lab, LABS), pages)
 
 

@@ -1,4 +1,8 @@
-"""Executes notebooks in one kernel: failures are kept, progress is passed on."""
+"""Executes notebooks in one kernel: failures are kept, progress is passed on.
+
+papermill inserts the parameters and executes the cells, by an engine that shares one kernel among
+notebooks.
+"""
 
 import os
 import signal
@@ -10,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import papermill
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import run_sync
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import Engine, papermill_engines
+from papermill.exceptions import PapermillExecutionError
+from papermill.log import logger
 from traitlets import default
 
 from labkit.lab.declaration import Lab
@@ -29,6 +36,7 @@ KERNEL_START = (
     " __import__('atexit').register(__import__('gc').freeze);"
     " __import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
 )
+ENGINE = "labkit"
 # GPU memory that is free is part of the machine's description: the next notebook reads it anew.
 RESET = (
     "get_ipython().reset(new_session=True); "
@@ -82,43 +90,43 @@ class Kernel:
             self.ipython_folder.cleanup()
 
 
-class _Client(NotebookClient):
-    """Executes a notebook in a shared kernel; passes a lab's progress on to the caller."""
+class _Client(PapermillNotebookClient):
+    """papermill's client in a shared kernel; passes a lab's progress on to the caller."""
 
     def __init__(
-        self, notebook: Any, kernel: Kernel, on_progress: Callable[[Progress], None]
-    ) -> None:
+        self, notebook_manager: Any, kernel: Kernel, on_progress: Callable[[Progress], None]
+    ):
         super().__init__(
-            notebook,
+            notebook_manager,
             km=kernel.manager,
             # A lab has deadlines of its own, one per point.
             timeout=None,
             startup_timeout=60,
-            raise_on_iopub_timeout=True,
             # A reader's `random.py` in the working directory must not stand in for Python's.
             extra_arguments=[
                 f"--IPKernelApp.exec_lines={kernel.start_line}",
                 "--IPKernelApp.ignore_cwd=True",
             ],
+            log=logger,
         )
-        self._manager = kernel.manager
         self._on_progress = on_progress
+        self._is_used = kernel.manager.has_kernel
         self._environment = os.environ | {"IPYTHONDIR": kernel.ipython_folder.name}
 
-    def execute_cells(self) -> None:
-        """Execute every cell in an empty namespace; the kernel stays."""
-        is_used = self._manager.has_kernel
+    def execute(self, **options: Any) -> Any:
+        """Execute every cell; the kernel stays, this client's channels do not."""
         try:
-            with self.setup_kernel(env=self._environment):
-                if is_used:
-                    assert self.kc is not None
-                    self.wait_for_reply(self.kc.execute(RESET, silent=True))
-                with _handing_on_interrupts(self._manager):
-                    for index, cell in enumerate(self.nb.cells):
-                        self.execute_cell(cell, index)
+            return super().execute(env=self._environment, **options)
         finally:
             if self.kc is not None:
                 self.kc.stop_channels()
+
+    def papermill_execute_cells(self) -> None:
+        """Execute every cell, in an empty namespace."""
+        if self._is_used:
+            self.wait_for_reply(self.kc.execute(RESET, silent=True))
+        with _handing_on_interrupts(self.km.provisioner.pid):
+            super().papermill_execute_cells()
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         record = msg["content"].get("data", {}).get(PROGRESS_MIME)
@@ -127,14 +135,34 @@ class _Client(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
+class _Engine(Engine):
+    """Executes a notebook in a shared kernel and saves it as `target`, up to a failed cell."""
+
+    @classmethod
+    def execute_managed_notebook(
+        cls,
+        nb_man: Any,
+        kernel_name: str,
+        *,
+        kernel: Kernel,
+        on_progress: Callable[[Progress], None],
+        target: Path,
+        **_: Any,
+    ) -> Any:
+        try:
+            return _Client(nb_man, kernel, on_progress).execute()
+        finally:
+            write_file(target, nbformat.writes(nb_man.nb))
+
+
 @contextmanager
-def _handing_on_interrupts(manager: Any) -> Iterator[None]:
+def _handing_on_interrupts(kernel: int) -> Iterator[None]:
     """Let Ctrl-C interrupt the cell, as in JupyterLab; a second one is for this process."""
     # A kernel that is shut down while a cell runs would print a traceback of its own sockets.
 
     def hand_on(*_: Any) -> None:
         signal.signal(signal.SIGINT, before)
-        os.kill(manager.provisioner.pid, signal.SIGINT)
+        os.kill(kernel, signal.SIGINT)
 
     # Only the main thread gets signals.
     if threading.current_thread() is not threading.main_thread():
@@ -163,21 +191,26 @@ def execute_notebook(
         KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks
             have ended.
     """
-    content = nbformat.reads(notebook, as_version=4)
-    if parameters:
-        # As papermill writes them, so that a reader sees where they come from.
-        lines = ["# Parameters", *(f"{name} = {value!r}" for name, value in parameters.items())]
-        tags = [cell.metadata.get("tags", []) for cell in content.cells]
-        place = next(index for index, names in enumerate(tags) if "parameters" in names)
-        content.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
+    # papermill reads a file; the committed notebook may not be the one in the working tree.
+    write_file(target, notebook)
+    papermill_engines.register(ENGINE, _Engine)
     try:
-        _Client(content, kernel, on_progress).execute_cells()
-    except CellExecutionError as error:
+        papermill.execute_notebook(
+            # papermill replaces names in braces, which a folder may have, by parameters.
+            str(target).replace("{", "{{").replace("}", "}}"),
+            None,
+            parameters=parameters,
+            engine_name=ENGINE,
+            kernel_name="python3",
+            progress_bar=False,
+            kernel=kernel,
+            on_progress=on_progress,
+            target=target,
+        )
+    except PapermillExecutionError as error:
         if error.ename in INTERRUPTED:
             raise KeyboardInterrupt from None
         raise NotebookFailed(f"{error.ename}: {error.evalue}") from error
-    except RuntimeError as error:  # the kernel died
+    except RuntimeError as error:  # nbclient: the kernel died
         kernel.close()
         raise NotebookFailed(str(error) or type(error).__name__) from error
-    finally:
-        write_file(target, nbformat.writes(content))
