@@ -118,8 +118,8 @@ LONG_CASES = [
 ]
 
 
-# With the slow cases it takes 208 s of CPU, which was 600 s beside other programs. Each case in there
-# has the limit of a test.
+# With the slow cases it takes 208 s of CPU, which was 600 s beside other programs. Each case in
+# there has the limit of a test.
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(INTERPRETED, reason="already interpreted")
 def test_passes_under_the_interpreter(request: pytest.FixtureRequest, tmp_path: Path) -> None:
