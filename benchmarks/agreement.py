@@ -53,7 +53,7 @@ def print_agreement(pairs: list[Pair]) -> bool:
     comparisons = Counter[str]()
     others = Counter[str]()
     for pair in pairs:
-        for question, outcome in pair.outcomes().items():
+        for question, outcome in pair.outcomes.items():
             verdicts = [answer.verdict for answer in pair.answers[question]]
             if verdicts == ["undecided", "undecided"]:
                 outcome = "open"

@@ -49,7 +49,7 @@ def test_reports_that_leave_much_undecided_do_not_agree():
     def agrees(n_open):
         outcomes = {f"q{i}": "open" if i < n_open else "agree" for i in range(10)}
         pair = SimpleNamespace(
-            outcomes=lambda: outcomes,
+            outcomes=outcomes,
             answers={name: [SimpleNamespace(verdict="yes")] * 2 for name in outcomes},
             lab=SimpleNamespace(name="lab", question=lambda name: comparison),
             runs=[],
