@@ -225,6 +225,8 @@ def _describe_size(
     # "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
     counted = rows[rows["verdict"] == ("faster" if counts.better else "slower")]
     is_general = verdict == "yes" and not counts.is_mostly_better
+    if verdict == "no":  # what some configurations lose is not what all of them do
+        is_general = counts.worse < counts.total
     if overall is not None and overall.direction and (is_general or counted.empty):
         size = dict.fromkeys(("low", "high", "effect"), overall.ratio)
         return {"direction": overall.direction, "is_overall": True, **size}

@@ -123,7 +123,8 @@ def find_change(answer: Answer) -> Amount | None:
     """Return how much better or worse a comparison is; None if no difference is shown."""
     if not isinstance(answer, Comparison) or answer.direction is None:
         return None
-    if answer.subject is None and answer.counts.worse < answer.counts.total:
+    is_partly_worse = answer.counts.worse < answer.counts.total and not answer.is_overall
+    if is_partly_worse and (answer.subject is None or answer.direction == "worse"):
         # "none is faster" is the answer, not how much slower a few of them are.
         return None
     # The largest effect decides on the words, also for the smallest one.

@@ -10,6 +10,7 @@ import pytest
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.facts import Note, Region
 from labkit.lab.metric import Metric, Results
+from labkit.lab.phrases import find_change
 from labkit.lab.wording import advice, headline, overall, scope
 from tests.cases import thinned
 
@@ -237,6 +238,17 @@ def test_a_loss_over_all_configurations_is_no_gain():
     assert not answer.counts.worse
     assert f"{100 * (answer.overall.ratio - 1):.0f}%" in headline(answer)
     assert answer.advice is None or answer.table["low"].min() >= 0.9
+
+
+def test_what_some_configurations_lose_is_not_the_size_of_the_answer():
+    """It would be read as what all of them lose."""
+    answer = ask(frame({"a": [1.1, 1.1, 1.1, 1.5]}, noise=0.15, rounds=8))
+    assert answer.verdict == "no"
+    assert 0 < answer.counts.worse < answer.counts.total
+    assert find_change(answer).text == f"{100 * (answer.overall.ratio - 1):.0f}%"
+    unknown = replace(answer, is_overall=False, low=1.5, high=1.5)
+    assert find_change(unknown) is None
+    assert "50%" not in headline(unknown)
 
 
 def test_counts_over_all_configurations_have_no_interval():
