@@ -262,7 +262,8 @@ def label_range(name: str, values: Sequence[float]) -> str:
 
 def is_missing(value: Any) -> bool:
     """Return whether a value of a frame is None or NaN."""
-    return value is None or value != value
+    # Arrays and pandas' NA cannot be asked whether they differ from themselves.
+    return value is None or (isinstance(value, Real) and value != value)
 
 
 def labels(table: "pd.DataFrame", columns: Sequence[str]) -> list[str]:

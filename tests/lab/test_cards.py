@@ -3,6 +3,7 @@ unescaped."""
 
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -115,6 +116,9 @@ def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
         ("parameters", 1998235200, "1,998,235,200"),
         ("fits", True, "yes"),
         ("average", [1.5, 2.5], "[1.5, 2.5]"),
+        # Neither of these can be compared with itself.
+        ("average", np.array([1.5, 2.5]), "[1.5 2.5]"),
+        ("count", pd.NA, "&lt;NA&gt;"),
     ],
 )
 def test_a_cell_says_its_value_as_a_reader_would(name, value, text):
