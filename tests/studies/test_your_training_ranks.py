@@ -169,6 +169,17 @@ def test_ranks_share_the_batches_of_a_loader_and_none_twice():
     assert len({number for share in shares for number in share}) == 18
 
 
+def test_batches_without_an_end_are_not_drawn_at_once():
+    def draw():
+        for number in range(1000):
+            yield [number % 2]
+        raise RuntimeError("drawn to the end")
+
+    loader = DataLoader(range(2), batch_sampler=draw())
+    training = Training(nn.Linear(1, 1), loader, max, None)
+    assert share_batches(training, 0, 2).batches is loader
+
+
 def made_up(seconds):
     """Rows of one part per strategy, rank and repeat; seconds by strategy and rank."""
     return pd.DataFrame(

@@ -6,7 +6,7 @@ parameters after two steps are those of one process that trains on the batches o
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,10 +58,10 @@ def measure_ranks(point: TimedPoint, make: Callable[[], Training]) -> Iterator[d
     # torch's FSDP warns of each layer whose output is a view, on each rank.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     rank = Rank(make, point.seed)
-    local = rank.wrap(LOCAL)
-    device = str(local.training.device)
+    loops = {LOCAL: rank.wrap(LOCAL)}
+    device = str(loops[LOCAL].training.device)
     # A loader's workers end their batches together: one step alone would wait for all or for none.
-    n_steps = max(1, local.prefetched)
+    n_steps = max(1, loops[LOCAL].prefetched)
     # Hosts may round otherwise, and one that refuses would leave the others waiting.
     is_rounding = max_over_ranks(float(not any(rank.reference.scales.values()))) > 0
     rows: dict[str, dict[str, Any]] = {}
@@ -71,11 +71,12 @@ def measure_ranks(point: TimedPoint, make: Callable[[], Training]) -> Iterator[d
             rows[name] |= refusal_columns("it cannot be checked: rounding alone decides parameters")
         elif name in OVER_SHARED_MEMORY:
             rows[name] |= shared_memory_refusal(device)
-    loops: dict[str, Loop] = {}
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
-        loops[name] = rank.wrap(name)
-        columns = rank.check(loops[name]) if name != LOCAL else dict(OK)
+        columns: dict[str, Any] = dict(OK)
+        if name != LOCAL:
+            loops[name] = rank.wrap(name)
+            columns = rank.check(loops[name])
         parts = loops[name].parts.items()
         return columns, {f"{n} {part}": run for n in range(n_steps) for part, run in parts}
 
@@ -250,8 +251,9 @@ def share_batches(training: Training, rank: int, world_size: int) -> Training:
         # Rotated, not divided: a list may have fewer batches than there are ranks.
         first = rank % len(batches) if batches else 0
         return replace(training, batches=batches[first:] + batches[:first])
-    is_shareable = isinstance(batches, DataLoader) and batches.batch_sampler is not None
-    if is_shareable and isinstance(batches.sampler, RandomSampler | SequentialSampler):
+    # A batch sampler of the reader's may have no end.
+    is_finite = isinstance(batches, DataLoader) and isinstance(batches.batch_sampler, Sized)
+    if is_finite and isinstance(batches.sampler, RandomSampler | SequentialSampler):
         drawn = [*batches.batch_sampler]
         # The last ones are left out, so that all ranks have equally many.
         whole = len(drawn) - len(drawn) % world_size
