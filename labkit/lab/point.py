@@ -61,12 +61,12 @@ class Point:
             for field in fields(cls)
             if hasattr(config, field.name)
         }
-        lists = {
+        tuples = {
             name: tuple(value)
             for name, value in (shared | values).items()
             if isinstance(value, list)
         }
-        return cls(**shared | values | lists)
+        return cls(**shared | values | tuples)
 
     @classmethod
     def on(cls, machine: "Machine", config: Any, world_size: int, **values: Any) -> Self:

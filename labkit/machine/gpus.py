@@ -50,7 +50,7 @@ def no_gpu_reason() -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every call warns of a driver that is too old
         try:
-            # A GPU that CUDA has may still lack machine code in this build of torch.
+            # This build of torch may have no machine code for a GPU that CUDA finds.
             count = count_gpus()
             reason = next(filter(None, map(_no_kernels_reason, range(count))), None)
         except Exception as error:  # of several types, by what fails

@@ -30,7 +30,7 @@ ROW_UNITS = 8.0
 ROWS_AT_ONCE = 512
 # Compute capabilities that multiply float64 at half the rate of float32. Others take 1/64.
 FLOAT64_GPUS = ((7, 0), (8, 0), (9, 0), (10, 0))
-# On the others, about a second; all heads would take longer than what they check.
+# About a second on the others. The reference of all heads would take longer than what it checks.
 MAX_REFERENCE_FLOP = 4e11
 
 

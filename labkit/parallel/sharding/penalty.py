@@ -72,6 +72,7 @@ class FromShards(_InLoss):
 def _call_with_graph(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function of torch; mark what it computes from shards."""
     tensors = [each for each in args if isinstance(each, Tensor)]
+    # Among shards alone a number stays one of shards: the next function may need it as such.
     if func is Tensor.backward or not all(isinstance(each, DTensor) for each in tensors):
         args = [_to_ordinary(each) for each in args]
     result = func(*args, **kwargs)

@@ -53,7 +53,7 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
         # 3 GPUs, or 7 of 8 after one fell off the bus.
         sequence += -sequence % (2 * world_size)
         ways: tuple[str, ...] = worker.WAYS
-        # A rank has at least one core: alone, it would have more than its share of them.
+        # Of several ranks on a core, each has a part of it: one rank alone would have all of it.
         if device == "cpu" and ranks_here(world_size) > machine.cores:
             ways = tuple(way for way in ways if way != worker.WHOLE)
         yield ContextParallelPoint.on(

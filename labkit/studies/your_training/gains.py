@@ -128,10 +128,7 @@ def _span(low: int, high: int) -> str:
 
 
 def describe_effects(row: Any) -> str:
-    """Return what a change of `gains` does but to the time, such as "12% less memory at the peak".
-
-    "" if it does nothing else.
-    """
+    """Return what a change of `gains` affects besides time: "12% less memory at the peak" or ""."""
     effects = []
     if not row["is_exact"]:
         effects.append(f"changes results: gradients by {100 * row['gradient_error']:.2g}%")
