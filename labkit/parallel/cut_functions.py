@@ -37,7 +37,7 @@ _COMPOSED = {"sum", "count_nonzero", "norm", "max", "min", "amax", "amin", "any"
 _LIMITS = {"renorm", "renorm_", "_weight_norm", "norm_except_dim"}
 _MATMULS = {"matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm"}
 _PRODUCTS = {*_MATMULS, "linear", "dot", "vdot", "inner", "outer", "einsum", "tensordot"}
-_PRODUCTS |= {"linalg_multi_dot"}
+_PRODUCTS |= {"linalg_multi_dot", "linalg_matmul", "scaled_dot_product_attention"}
 # Layers that have a part as a weight.
 _CONVOLUTIONS = {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
 _NORMALIZATIONS = {f"{kind}_norm" for kind in ("layer", "rms", "group", "batch", "instance")}
@@ -59,18 +59,23 @@ _PIECES = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split", "narr
 _PIECES |= {"unsafe_chunk", "unsafe_split", "index_select", "masked_select", "__getitem__"}
 _JOINS = {"cat", "concat", "stack", "hstack", "vstack", "flatten_dense_tensors"}
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"}
-_CASTS |= {"cpu", "cuda", "pin_memory", "to_dense", "repeat_interleave"}
+_CASTS |= {"cpu", "cuda", "pin_memory", "to_dense"}
+_REPETITIONS = {"repeat", "repeat_interleave", "tile"}
 # Without tensors in their results, as others (`call_unknown`), and asked in every step.
 _QUERIES = {"is_complex", "is_floating_point", "dim", "size", "numel", "stride", "item", "__len__"}
-REARRANGED = {*MOVES, *_VIEWS, *_PIECES, *_JOINS, *_CASTS, *_QUERIES, "__get__", "grad"}
+REARRANGED = {*MOVES, *_VIEWS, *_PIECES, *_JOINS, *_CASTS, *_REPETITIONS, *_QUERIES}
+REARRANGED |= {"__get__", "grad"}
 # Element by element, and without torch's tag for it: other names, values that do not depend on
-# others, and the layers that torch composes.
+# others, the layers that torch composes, and fused optimizers.
 _UNTAGGED = {"absolute", "subtract", "multiply", "divide", "negative", "floor_divide", "floordiv"}
-_UNTAGGED |= {"and", "or", "greater", "greater_equal", "less", "less_equal", "not_equal"}
-_UNTAGGED |= {"isclose", "isreal", "true_divide", "fix", "conj", "requires_grad", "detach"}
+_UNTAGGED |= {"greater", "greater_equal", "less", "less_equal", "not_equal"}
+_UNTAGGED |= {"and", "or", "xor", "invert", "isclose", "isreal", "true_divide", "fix", "conj"}
+_UNTAGGED |= {"requires_grad", "detach"}
 _UNTAGGED |= {"fill", "zero", "copy", "share_memory", "constant", "uniform", "normal", "bernoulli"}
 _UNTAGGED |= {"random", "exponential", "trunc_normal", "dropout", "softsign", "tanhshrink"}
-_UNTAGGED |= {"log_sigmoid", "hardsigmoid", "hardswish"}
+_UNTAGGED |= {"log_sigmoid", "hardsigmoid", "hardswish", "_threshold", "poisson", "complex"}
+_UNTAGGED |= {f"fake_quantize_per_{each}_affine" for each in ("tensor", "channel")}
+_UNTAGGED |= {f"_fused_{each}" for each in ("sgd", "adam", "adamw", "adagrad")}
 
 
 def _is_tagged(name: str) -> bool:

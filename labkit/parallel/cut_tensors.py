@@ -34,7 +34,7 @@ from labkit.torch_private import DisableTorchFunctionSubclass
 # Results without a part's elements, those that somebody asks for as an ordinary tensor, and
 # activations.
 _NEW = {f"new_{name}" for name in ("empty", "zeros", "ones", "full", "tensor")}
-_LIKE = {f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
+_LIKE = {f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
 _ORDINARY = {*_NEW, *_LIKE, *LAYERS, "as_subclass"}
 _KNOWN = {*_ORDINARY, *REARRANGED, *ELEMENTWISE}
 

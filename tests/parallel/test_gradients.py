@@ -214,6 +214,12 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "weights that are not zero": lambda p: p.count_nonzero(),
     "smallest gradient as a norm": lambda p: torch.linalg.vector_norm(p.grad, -float("inf")),
     "a large gradient": lambda p: (p.grad > 2).any(),
+    "gradients outside of a mask": lambda p: (p.grad * ~(p.grad > 2)).norm(),
+    "other signs": lambda p: ((p.grad > 0) ^ (p > 0)).sum(),
+    "random signs": lambda p: (p.grad * (1 - 2 * torch.randint_like(p, 0, 2))).norm(),
+    "quantized weights": lambda p: torch.fake_quantize_per_tensor_affine(
+        p.float(), 0.1, 0, -128, 127
+    ).sum(),
 }
 
 
@@ -263,6 +269,8 @@ def test_reductions_that_are_right_are_those_of_one_process() -> None:
     # what is computed with it in a forward pass, and what somebody asked for, are ordinary tensors
     layer = torch.ones(2, 3, dtype=matrix.dtype)
     computed = [layer @ cut.T, nn.functional.linear(layer, cut), cut.detach(), cut.clone()]
+    keys = cut.repeat(3, 1)
+    computed.append(nn.functional.scaled_dot_product_attention(layer, keys, keys))
     for each in (*computed, copy.deepcopy(cut.grad), cut.grad.as_subclass(Tensor)):
         assert type(each) is Tensor
 
@@ -363,6 +371,10 @@ ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
     "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
     "Rprop": torch.optim.Rprop,
     "Adam, foreach": partial(torch.optim.Adam, foreach=True, weight_decay=0.1),
+    "SGD, fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adam, fused": partial(torch.optim.Adam, fused=True, amsgrad=True),
+    "AdamW, fused": partial(torch.optim.AdamW, fused=True),
+    "Adagrad, fused": partial(torch.optim.Adagrad, fused=True),
 }
 
 
