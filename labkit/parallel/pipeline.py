@@ -130,7 +130,7 @@ class Pipeline(nn.Module):
                 # `clip_grad_norm_` counts the gradient once.
                 layout = Layout(self.group, copies=len(names))
                 add_layout(self.get_parameter(names[self.rank]), layout)
-        mark_replicated(whole, self)
+        self.tensor_groups = mark_replicated(whole, self)
         self._names = list(whole.state_dict())
         self._plan = plan_rank(self.schedule, self.rank)
         self._marks: list[tuple[Any, Any, Any]] = []
@@ -164,8 +164,9 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Add a batch's gradients to those of this rank's parameters; return its loss, float64.
 
-        inputs and targets (B, ...), alike on all ranks, B a multiple of the micro-batches. If
-        inputs are a leaf that requires a gradient, rank 0 gets it.
+        inputs and targets (B, ...), alike on all ranks, also those with other parts of cut layers,
+        B a multiple of the micro-batches. If inputs are a leaf that requires a gradient, rank 0
+        gets it.
 
         `loss_function(outputs, targets)` returns a mean, and the loss is the mean over
         micro-batches. Or it returns (sum, count) (`losses.summed_loss`), and the loss is the sum
@@ -209,7 +210,7 @@ class Pipeline(nn.Module):
         In evaluation mode and without gradients; afterwards every module's mode is as before.
         inputs (B, ...), alike on all ranks. Errors as `step`.
         """
-        agree_on_inputs(inputs, self.group)
+        agree_on_inputs(self, inputs)
         parts = inputs.tensor_split(min(len(inputs), self.micro_batches))
         orders = [
             [task for task in order if task.kind == "F" and task.micro_batch < len(parts)]

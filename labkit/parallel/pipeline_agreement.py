@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,17 @@ Tied = Sequence[Mapping[int, str]]
 REMOVED = -1  # in the place of whether a copy is trained
 
 
-def agree_on_inputs(inputs: Tensor, group: dist.ProcessGroup) -> None:
+def agree_on_inputs(pipeline: Any, inputs: Tensor) -> None:
     """Check the inputs of an evaluation, which must be the same on all ranks of a pipeline."""
 
-    def describe() -> dict[str, str]:
+    def describe(group: dist.ProcessGroup) -> dict[str, str]:
         _check_batch(inputs, inputs)
-        return {"inputs": describe_values(inputs, group)}
+        return {"inputs": _describe_values(inputs, group, pipeline)}
 
-    agree_per_pass("inputs", describe, group)
+    def agree() -> None:
+        agree_per_pass("inputs", partial(describe, pipeline.group), pipeline.group)
+
+    _agree_with_parts("inputs", agree, describe, pipeline.tensor_groups)
 
 
 def agree_on_batch(
@@ -38,9 +42,9 @@ def agree_on_batch(
 ) -> float:
     """Check inputs and targets; return the mean number of targets over `data_group`, at least 1.
 
-    What one pipeline refuses is refused by those of the other batches, too. Ranks must train all
-    copies of a tied parameter, or none. By the scale of `scaler` the last rank multiplies the
-    loss, and each rank divides its gradients.
+    What one pipeline refuses is refused by those with the other parts of its layers, and of the
+    other batches, too. Ranks must train all copies of a tied parameter, or none. By the scale of
+    `scaler` the last rank multiplies the loss, and each rank divides its gradients.
     """
     group = pipeline.group
     flags = []
@@ -49,30 +53,71 @@ def agree_on_batch(
         local = [parameters.get(names.get(group.rank(), "")) for names in tied]
         flags = [REMOVED if each is None else int(each.requires_grad) for each in local]
 
-    def describe() -> dict[str, str]:
+    def describe(group: dist.ProcessGroup) -> dict[str, str]:
         _check_batch(inputs, targets, pipeline.micro_batches, loss_function)
         return {
-            "inputs": describe_values(inputs, group),
-            "targets": describe_values(targets, group),
+            "inputs": _describe_values(inputs, group, pipeline),
+            "targets": _describe_values(targets, group, pipeline),
             "the scale of the loss": "none" if scaler is None else str(scaler.get_scale()),
         }
 
     def agree() -> None:
-        by_rank = agree_per_pass("inputs and targets", describe, group, numbers=flags)
+        of_pipeline = partial(describe, group)
+        by_rank = agree_per_pass("inputs and targets", of_pipeline, group, numbers=flags)
         for number, names in enumerate(tied):
             _check_copies(names, [by_rank[rank][number] for rank in names])
 
-    n_targets = targets.numel()
-    if data_group is None:
-        agree()
-        return max(1.0, n_targets)
     problem: Exception | None = None
     try:
-        agree()
-    except ValueError as error:
+        _agree_with_parts("inputs and targets", agree, describe, pipeline.tensor_groups)
+    except Exception as error:
         problem = error
+    if data_group is None:
+        if problem is not None:
+            raise problem
+        return max(1.0, targets.numel())
+    # Without targets that can be counted there is a problem.
+    n_targets = targets.numel() if problem is None else 0
     counts = agree_on_success("step", problem, data_group, [n_targets])
     return max(1.0, sum(count for (count,) in counts) / len(counts))
+
+
+def _agree_with_parts(
+    subject: str,
+    agree: Callable[[], None],
+    describe: Callable[[dist.ProcessGroup], Mapping[str, str]],
+    tensor_groups: Sequence[dist.ProcessGroup],
+) -> None:
+    """Agree in a pipeline by `agree`, then with those that have other parts of its layers.
+
+    These are another pipeline, with a batch of its own to compare.
+    """
+    problem: Exception | None = None
+
+    def describe_outcome(group: dist.ProcessGroup) -> Mapping[str, str]:
+        if problem is not None:
+            raise problem
+        return describe(group)
+
+    try:
+        agree()
+    except Exception as error:
+        problem = error
+    for group in tensor_groups:
+        try:
+            agree_per_pass(subject, partial(describe_outcome, group), group)
+        except Exception as error:
+            problem = error
+    if problem is not None:
+        raise problem
+
+
+def _describe_values(tensor: Tensor, group: dist.ProcessGroup, pipeline: Any) -> str:
+    """Describe a batch for the ranks of a pipeline, or of other parts of its layers."""
+    if tensor.requires_grad and group is not pipeline.group:
+        # Activations: with sequence parallelism, each part of the layers gets other tokens.
+        return f"{tuple(tensor.shape)} {tensor.dtype}"
+    return describe_values(tensor, group)
 
 
 def _check_batch(

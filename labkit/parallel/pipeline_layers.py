@@ -103,14 +103,15 @@ def check_cuts(layers: nn.Module, group: dist.ProcessGroup) -> None:
             )
 
 
-def mark_replicated(whole: nn.Module, local: nn.Module) -> None:
-    """Make layers that are not cut the same on tensor-parallel ranks, if others are cut.
+def mark_replicated(whole: nn.Module, local: nn.Module) -> list[dist.ProcessGroup]:
+    """Make layers that are not cut the same on tensor-parallel ranks; return these ranks' groups.
 
     Their gradients are then equal on these ranks, and `clip_grad_norm_` counts each once. `local`:
     this rank's layers of the whole list. A collective.
     """
     cuts = [find_cut(parameter) for parameter in whole.parameters()]
-    for group in dict.fromkeys(layout.group for layout in cuts if layout is not None):
+    groups = [*dict.fromkeys(layout.group for layout in cuts if layout is not None)]
+    for group in groups:
         # all layers, since a stage without the one that differs would go on
         described = {
             name: describe_parameter(parameter)
@@ -122,6 +123,7 @@ def mark_replicated(whole: nn.Module, local: nn.Module) -> None:
         broadcast(replicated, group)
         for parameter in replicated:
             add_layout(parameter, Layout(group, copies=group.size()))
+    return groups
 
 
 def _has_layout(parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:

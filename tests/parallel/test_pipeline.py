@@ -43,7 +43,7 @@ from tests.parallel.model_parallel_cases import (
     gradients,
     masked_mean,
 )
-from tests.parallel.shared_ranks import on_ranks
+from tests.parallel.shared_ranks import on_ranks, shared_mesh
 
 TOKENS = (torch.arange(24) * 5 % 7).view(8, 3)
 TARGETS = TOKENS.roll(2)
@@ -491,6 +491,55 @@ def test_a_batch_that_one_of_two_pipelines_refuses_is_refused_by_both() -> None:
     batch = TOKENS[:4], TARGETS[:n_targets]
     step = partial(stages.step, *batch, summed_loss, data_group=mesh.get_group("data"))
     assert_refused_everywhere([("2 micro-batches divide", step)])
+
+
+def build_cut(rank: int, tensor_group: dist.ProcessGroup) -> list[nn.Module]:
+    """The nine layers, of which the blocks are cut over two ranks."""
+    first, *blocks, last = build(seed=rank)
+    plan = {"0": "rows", "2": "columns"}
+    return [first, *[tensor_parallel(each, tensor_group, plan=plan) for each in blocks], last]
+
+
+@on_ranks(4)
+def test_stages_of_cut_layers_get_one_batch() -> None:
+    """Ranks with parts of a layer have the values of one process, and refuse other batches."""
+    mesh = shared_mesh((2, 2), ("pipeline", "tensor"))
+    rank = dist.get_rank()
+    group = mesh.get_group("pipeline")
+    tensor_group = mesh.get_group("tensor")
+    stages = Pipeline(build_cut(rank, tensor_group), micro_batches=4, group=group)
+    is_other_part = mesh.get_local_rank("tensor") == 1
+
+    def step(*, changes_inputs: bool, changes_targets: bool) -> None:
+        inputs = (TOKENS + changes_inputs) % 7
+        stages.step(inputs, (TARGETS + changes_targets) % 7, loss_of)
+
+    def freeze_one() -> None:
+        layers = build_cut(rank, tensor_group)
+        layers[0].weight.requires_grad_(not is_other_part)
+        Pipeline(layers, micro_batches=4, group=group)
+
+    attempts: Attempts = [
+        # one pipeline of two, and one rank of four
+        *[
+            ("expected the same inputs and targets", partial(step, **changes))
+            for is_changed in (is_other_part, rank == 3)
+            for changes in (
+                {"changes_inputs": is_changed, "changes_targets": False},
+                {"changes_inputs": False, "changes_targets": is_changed},
+            )
+        ],
+        ("expected the same inputs", lambda: stages.evaluate((TOKENS + is_other_part) % 7)),
+        ("4 micro-batches divide", lambda: stages.step(TOKENS[is_other_part:], TARGETS, loss_of)),
+    ]
+    assert_refused_everywhere(attempts)
+    assert gradients(stages) == {}
+    result = run_step(stages)
+    whole = {name: value for name, value in result.items() if name in ("loss", "0.weight")}
+    assert furthest(whole, reference()) <= EXACT
+    outputs = nn.Sequential(*build())(TOKENS).detach()
+    assert furthest({"": stages.evaluate(TOKENS)}, {"": outputs}) <= EXACT
+    assert_refused_everywhere([("expected the same pipeline", freeze_one)])
 
 
 @on_ranks(2)
