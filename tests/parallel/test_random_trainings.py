@@ -590,6 +590,8 @@ def has_mishap(case: Case) -> bool:
     """Return whether the mishap is on this rank: in each group of ranks that have one batch."""
     mesh = shared_mesh(tuple(case.axes.values()), tuple(case.axes))
     axis = next((axis for axis in ("tensor", "pipeline") if axis in case.axes), "")
+    if not axis and case.mishap == "other tokens":
+        return False  # each rank has other tokens
     return (mesh.get_local_rank(axis) if axis else dist.get_rank()) == 1
 
 
