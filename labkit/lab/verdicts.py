@@ -54,6 +54,8 @@ def decide(
     is_worse = counts.worse > 0 or direction == "worse"
     if not is_better:
         if is_worse:
+            # Also if `is_open`: rows without a shown difference may hide a gain, and no sentence
+            # may say that there is none.
             return "no"
         # "No clear difference" would be read as "nothing to gain", which wide intervals do not say.
         return "undecided" if is_open else "no clear difference"
