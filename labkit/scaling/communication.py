@@ -122,4 +122,4 @@ def data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     kinds = [runs.shard == kind for kind in ("none", "zero3", "hsdp")]
     seconds = np.select(kinds, [whole, np.zeros(len(runs)), across], sharded)
     # Backward is two thirds of a stage: a matmul has two gradients.
-    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * stage_s)
+    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)

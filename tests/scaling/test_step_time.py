@@ -172,6 +172,15 @@ def test_zero2_reduces_the_gradients_of_every_micro_batch():
     assert gradients > 4 * sharded
 
 
+def test_zero2_hides_the_gradients_of_a_micro_batch_behind_its_backward_pass():
+    once, gradients = (
+        part(run(dp=8, global_batch=64, shard=shard), "gradient reduction")
+        for shard in ("zero1", "zero2")
+    )
+    # As large a share of eight reductions is exposed as of one; only one gather follows.
+    assert once < gradients < 8 * once
+
+
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
