@@ -2,6 +2,7 @@
 widen."""
 
 import sys
+import tracemalloc
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,15 @@ import pytest
 from labkit.scaling import DATA, memory
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import FITS_SHARE, predict, predict_runs
-from labkit.scaling.published import find_nearest, held_out_s, is_timed, load_measured, nearest
+from labkit.scaling.published import (
+    distances,
+    find_nearest,
+    held_out_s,
+    is_timed,
+    load_measured,
+    nearest,
+)
+from labkit.scaling.runs import Runs
 from labkit.scaling.scores import held_out
 from tests.scaling.conftest import LLAMA_8B, run
 
@@ -178,6 +187,20 @@ def test_intervals_widen_with_the_distance_and_the_answer_says_so(case):
     # the ends themselves are cut off at the ceiling
     widths = [one.interval_90[1] / one.step_s for one in (near, far)]
     assert widths[1] > 1.01 * widths[0]
+
+
+def test_a_sweep_of_thousands_of_runs_takes_little_memory(published):
+    one = published.origin[0]
+    sweep = Runs([replace(one, seq_len=length) for length in range(2000, 12000)])
+    tracemalloc.start()
+    away, nearest = find_nearest(sweep, load_measured())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2e8
+    rows = [0, 4321, 9999]
+    apart = distances(sweep.take(rows), load_measured())
+    assert (away[rows] == apart.min(axis=1)).all()
+    assert (nearest[rows] == apart.argmin(axis=1)).all()
 
 
 def test_a_run_like_a_published_one_is_no_extrapolation(published, predictions):
