@@ -66,11 +66,12 @@ def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
             f"expected a sequence or more per step: {tokens:.0f} tokens are less than {seq_len}"
         )
     sequences = tokens / seq_len
+    if sequences == int(sequences):
+        return int(sequences)
     near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
 
     def preference(count: int) -> tuple[float, ...]:
-        by_ranks = gcd(count, gpus), gcd(count, MAX_MICRO_BATCH * gpus)
-        return count == sequences, *by_ranks, -abs(count - sequences)
+        return gcd(count, gpus), gcd(count, MAX_MICRO_BATCH * gpus), -abs(count - sequences)
 
     return max((*near, round(sequences)), key=preference)
 

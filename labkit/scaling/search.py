@@ -105,15 +105,14 @@ class Ranking:
 def rank(request: Request) -> Ranking:
     """Rank all layouts. ValueError if none is possible and near measured runs."""
     runs = []
-    reasons = []
+    first_reason = None
     for layout in _layouts(request):
         reason = impossible_reason(layout, request.model, request.seq_len)
         if reason is None:
             runs.append(request.run(layout))
-        else:
-            reasons.append(reason)
+        first_reason = first_reason or reason
     if not runs:
-        raise ValueError((reasons or [_no_layout_reason(request)])[0])
+        raise ValueError(first_reason or _no_layout_reason(request))
     predictions = predict_runs(Runs(runs, request.constants))
     reason = predictions.refusal_reason(int(predictions.distance.argmin()))
     if reason is not None:

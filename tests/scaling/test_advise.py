@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from functools import partial
 from typing import get_args
 
@@ -183,6 +184,14 @@ def test_a_faster_network_and_more_gpus_never_hurt():
 )
 def test_a_batch_is_whole_and_near(tokens, seq_len, gpus, sequences):
     assert round_batch(tokens, seq_len, gpus) == sequences
+
+
+def test_a_huge_batch_of_whole_sequences_is_searched_for_nothing():
+    tracemalloc.start()
+    assert round_batch(1e6 * 4096, 4096, 64) == 10**6
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1e5
 
 
 def test_calibration_narrows_the_intervals(tmp_path):
