@@ -148,7 +148,10 @@ class Predictions:
     def warnings(self, row: int) -> Iterator[str]:
         """Yield where the prediction extrapolates, and whether memory is short."""
         if self.runs.framework[row] == GENERIC:
-            yield "framework without published runs: name one like it, or calibrate with three runs"
+            yield (
+                "unknown framework: --framework with one like yours, or --calibrate with three"
+                " runs, narrows the interval"
+            )
         if self.distance[row] > FAR:
             yield f"extrapolated: {self._describe_nearest(row)}"
         if not self.may_fit[row]:

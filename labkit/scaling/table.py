@@ -151,9 +151,15 @@ def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
     framework = TABLES.get(texts.get("group", ""), GENERIC)
     name = texts.get("framework", "")
     if name:
-        framework = find_framework(name)
-    if name and framework != name:
-        assumptions.append(f"{name[:40]} is like {framework}")
+        # Another one has the wide interval of an unknown framework, unless its runs calibrate.
+        try:
+            framework = find_framework(name)
+            words = f"is like {framework}"
+        except ValueError:
+            framework = GENERIC
+            words = "has no published runs"
+        if framework != name.lower():
+            assumptions.append(f"{name[:40]} {words}")
     # Megatron's rows on A100 are of 2021. On later GPUs it is Megatron-Core, as NeMo has it.
     if framework == "megatron" and find_hardware(texts["gpu"]).architecture != "ampere":
         return "nemo"

@@ -199,6 +199,17 @@ def test_megatron_is_that_of_2021_on_a100_alone(gpu, framework, tmp_path):
     assert row.run.framework == framework
 
 
+@pytest.mark.parametrize(
+    ("framework", "assumption"),
+    [("my trainer", "my trainer has no published runs"), ("FSDP2", "FSDP2 is like torchtitan")],
+)
+def test_a_row_of_any_framework_is_predicted(framework, assumption, tmp_path):
+    rows = read_rows(_file(tmp_path, _text([GOOD | {"framework": framework}])))
+    (row,) = predict_rows(rows)
+    assert row["step_s"]
+    assert f"assumed: {assumption}" in row["note"]
+
+
 def test_a_measured_bandwidth_is_a_column(tmp_path):
     nodes = GOOD | {"gpus": "64", "dp": "64", "global_batch": "256"}
     slow = {**nodes, "measured_bus_bandwidth": "10"}

@@ -169,7 +169,7 @@ def _predict(gpu="h100", seq_len=8192, framework="nemo", **layout):
 
 WIDER = {
     "more GPUs": ({"dp": 16384, "global_batch": 16384}, "gpus"),
-    "another framework": ({"framework": "generic"}, "framework without published runs"),
+    "another framework": ({"framework": "generic"}, "unknown framework: --framework"),
     "another GPU": ({"gpu": "mi300x"}, "architecture"),
     "another sharding": ({"shard": "hsdp"}, "shard"),
     "longer sequences": ({"seq_len": 2**18}, "seq_len"),
