@@ -80,7 +80,8 @@ def find_hardware(name: str) -> Hardware:
 
     def likeness(card: Hardware) -> tuple[int, float]:
         matcher = difflib.SequenceMatcher(None, "-".join(words), card.name.lower())
-        return len(set(words) & set(_words(card.name))), matcher.ratio()
+        common = set(words) & set(_words(card.name))
+        return sum(not _SHARED.fullmatch(word) for word in common), matcher.ratio()
 
     near = sorted(HARDWARE.values(), key=likeness, reverse=True)[:3]
     names = ", ".join(card.name for card in near)

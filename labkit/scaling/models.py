@@ -174,9 +174,13 @@ def read_model(path: Path) -> Model:
         # Not a device or a pipe, which may never end.
         if not path.is_file():
             raise ValueError("there is no such file")
-        return _read_config(json.loads(path.read_text("utf-8-sig")), name)
+        config = json.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {error}") from None
+    try:
+        return _read_config(config, name)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)[-80:]}: {error}") from None
 
 
 def _read_config(config: Any, name: str) -> Model:

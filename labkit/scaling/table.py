@@ -64,6 +64,8 @@ def read_rows(path: Path) -> list[Row]:
         rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"expected a CSV in UTF-8, and {name} is none: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
     if len(rows) < 2:
         raise ValueError(f"{name} has no rows")
     # As `kv_heads` for `KV heads`.

@@ -330,6 +330,7 @@ GPUS = {
     "a100": "A100-SXM-80GB",
     "v100": "V100-SXM-32GB",
     "h100-94gb": "H100-NVL-94GB",
+    "NVIDIA A100-PCIE-40GB": "A100-PCIe-40GB",
 }
 
 
@@ -368,6 +369,8 @@ def test_a_gpu_that_is_not_declared_is_refused(name):
         ("NVIDIA B300 SXM6 AC", "B300-SXM-270GB"),
         ("H100 MIG", "H100-SXM-80GB"),
         ("B200-SXM-192GB", "B200-SXM-180GB"),
+        ("B200-192GB", "B200-SXM-180GB"),
+        ("A800-40GB", "A800-SXM-80GB"),
         ("RTX 4080", "RTX-4090-24GB"),
         ("A800 80GB PCIe", "A800-SXM-80GB"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX-4090-24GB"),
@@ -453,6 +456,12 @@ def test_hostile_configs_are_refused_in_one_line(case, tmp_path):
 def test_a_refusal_has_the_name_that_the_file_has(tmp_path):
     with pytest.raises(ValueError, match="expected tie_word_embeddings"):
         read_model(_config(tmp_path, LLAMA | {"tie_word_embeddings": "no"}))
+
+
+def test_a_config_of_a_mixture_of_experts_is_a_config(tmp_path):
+    with pytest.raises(ValueError, match="mixture of experts") as refused:
+        read_model(_config(tmp_path, LLAMA | {"num_experts_per_tok": 2}))
+    assert "expected a config.json" not in str(refused.value)
 
 
 def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
