@@ -9,7 +9,7 @@ from labkit.advise.explain import Diagnosis
 from labkit.advise.request import flag
 from labkit.lab.commands.console import table_lines
 from labkit.lab.units import counted, format_seconds
-from labkit.scaling.prediction import Prediction
+from labkit.scaling.prediction import FITS_SHARE, Prediction
 from labkit.scaling.published import Neighbor
 from labkit.scaling.search import Request
 
@@ -106,7 +106,8 @@ def _advice_verdict(advice: Advice) -> tuple[str, str]:
         remedy = f" {word}: {advice.remedy.name}."
     if advice.best:
         return f"It may fit: {needs}.", headline + remedy
-    return f"No, it does not fit: {needs}.", f"Least memory: {first.layout}.{remedy}"
+    usable = f"{FITS_SHARE * advice.request.hardware.memory_gib:.0f} can be used"
+    return f"No, it does not fit: {needs}; {usable}.", f"Least memory: {first.layout}.{remedy}"
 
 
 def _column(request: Request, prediction: Prediction) -> dict[str, str]:
@@ -144,6 +145,8 @@ def _compare(other: Prediction, advice: Advice) -> str:
     if abs(slower) < CLEAR:
         return change
     # Ranked below all the same: the ranking prefers what is well within memory and known.
+    if slower < 0 and other.fits:
+        return f"{change}, but further from published runs"
     if slower < 0:
         return f"{change}, but {memory}"
     # The part of the step that loses most time against the best layout is the reason.

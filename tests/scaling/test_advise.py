@@ -3,6 +3,7 @@
 import json
 import re
 import tracemalloc
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -142,6 +143,7 @@ def test_what_does_not_fit_comes_with_a_change(run_program):
     status, out, _ = run_program(*_options(model="llama-3-405b"))
     assert status == 0
     assert out.startswith("No, it does not fit")
+    assert "; 75 can be used" in out.splitlines()[0]  # of 80
     assert "Change first: " in out
 
 
@@ -262,6 +264,10 @@ def test_recomputation_is_counted_where_every_layer_recomputes():
     result, _ = _explain(mfu="30", recompute="full")
     counted = result.conventions["recomputation counted (hardware FLOPs)"]
     assert counted / result.mfu == pytest.approx(4 / 3, rel=0.1)
+    # The output head, a fourth of a small model's FLOPs, is not recomputed.
+    small, _ = _explain(mfu="30", recompute="full", model="gpt-2")
+    counted = small.conventions["recomputation counted (hardware FLOPs)"]
+    assert 1.2 < counted / small.mfu < 1.3
     assert "recomputation" not in "".join(_explain(mfu="30", recompute="none")[0].conventions)
 
 
@@ -317,6 +323,24 @@ def test_a_refusal_names_what_is_nearest(changes, nearest_words, run_program):
     status, _, err = run_program(*_options(**changes))
     assert status == 2
     assert nearest_words in err
+
+
+def test_a_missing_table_of_runs_is_named_as_labkit_predict_names_it(run_program):
+    status, _, err = run_program(*_options(calibrate="none.csv"))
+    assert status == 2
+    assert "none.csv: No such file" in err
+
+
+def test_a_faster_layout_that_surely_fits_loses_by_its_distance_alone():
+    advice = advise(ask())
+    best = advice.first
+    other = replace(best, step_s=0.9 * best.step_s, fits=True)
+    distant, risky = (
+        "\n".join(report_advice(replace(advice, others=[replace(other, fits=fits)])))
+        for fits in (True, False)
+    )
+    assert "-10%, but further from published runs" in distant
+    assert re.search(r"-10%, but .* risk", risky)
 
 
 def test_a_framework_may_be_named_by_one_that_is_like_it():
