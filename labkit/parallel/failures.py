@@ -14,10 +14,14 @@ group is over: its connections are closed, and ranks that wait raise, with the r
 from __future__ import annotations
 
 import atexit
+import os
 import threading
+import traceback
 import weakref
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from labkit.parallel.transport import Group, abort, member_group
@@ -29,6 +33,8 @@ NAP_S = 0.05
 _END = "labkit: why the group is over"
 # Seconds in which a thread ends with its program, unless the store is gone.
 EXIT_S = 5
+# Files of torch and labkit; names of generated code begin with "<".
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 # The thread of this rank's last failure, until the next pass.
 _decisions: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = (
@@ -46,7 +52,7 @@ def _end_threads() -> None:
 
 
 class GroupOver(RuntimeError):
-    """A rank has failed alone; the message has its number and its reason."""
+    """A rank has failed alone; the message has its number, its reason and its line."""
 
     is_consequence = True  # a group of ranks that failed shows the other rank's error instead
 
@@ -58,7 +64,7 @@ def report_failure(error: BaseException | None, group: Group = None) -> None:
         return  # of several wrappers of a model, each reports the same failure
     reason = "an error ended its backward pass"
     if error is not None:
-        reason = describe_error(error)
+        reason = describe_error(error) + _own_line(error)
     arguments = (members, f"rank {members.rank()}: {reason}")
     _decisions[members] = threading.Thread(target=_decide, args=arguments, daemon=True)
     _decisions[members].start()
@@ -94,6 +100,16 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, ValueError):
         return line
     return f"{type(error).__name__}: {line}"
+
+
+def _own_line(error: BaseException) -> str:
+    """Return ", at train.py:12", the innermost line outside of torch and labkit, or ""."""
+    lines = [
+        f", at {Path(frame.f_code.co_filename).name}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_LIBRARIES)
+    ]
+    return lines[-1] if lines else ""
 
 
 def _decide(members: dist.ProcessGroup, reason: str) -> None:

@@ -108,7 +108,10 @@ def test_a_rank_that_fails_alone_ends_its_group(part: str, transport: str, direc
             step()
         with pytest.raises(GroupOver):
             step()
-    assert dist.get_rank() == 0 or "rank 0: " in str(caught.value)
+    if dist.get_rank() == 1:
+        assert "rank 0: " in str(caught.value)
+        if direction == "forward":  # a user's line; of backward passes autograd gives none
+            assert "by a user, at test_failures.py:" in str(caught.value)
 
 
 @on_ranks(2)
