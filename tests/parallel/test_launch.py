@@ -367,6 +367,7 @@ def test_a_hang_ends_at_the_deadline_with_its_alternative_and_the_stacks_of_all_
         yield {"point": point}
         if point == "hangs" and dist.get_rank() < 2:
             current_alternative.begin("a ring")
+            print("begins", flush=True)
             dist.barrier() if dist.get_rank() == 0 else hang()
 
     rows, ends = drain(worker, ["hangs", "works"], world_size=3, timeout_s=1)
@@ -376,6 +377,7 @@ def test_a_hang_ends_at_the_deadline_with_its_alternative_and_the_stacks_of_all_
     failure = ends[0].failure
     assert failure is not None
     assert failure.rank is None
+    assert failure.output_tail == "[rank 0] begins\n[rank 1] begins"
     waits, hangs, ends_well = re.split("rank [12]: ?", failure.traceback)
     assert "in barrier" in waits
     assert "in hang" in hangs

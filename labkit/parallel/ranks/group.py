@@ -265,13 +265,18 @@ class RankGroup:
     def _describe_lateness(self, kind: str, timeout_s: float, missing: list[int]) -> RankFailure:
         late = [self._ranks[number] for number in missing if number in self._ranks]
         message = f"{torchrun.name_ranks(missing)} {LATENESS[kind].format(timeout_s)}"
+        output = [
+            f"[rank {rank.number}] {line}" if len(late) > 1 else line
+            for rank in late
+            for line in rank.output_tail().splitlines()
+        ]
         return RankFailure(
             # Of several, none can be told to be the cause.
             missing[0] if len(missing) == 1 else None,
             "timeout",
             message,
             traceback=self._dump_stacks(missing),
-            output_tail="\n".join(filter(None, (rank.output_tail() for rank in late))),
+            output_tail="\n".join(output),
             alternative=results.slowest_alternative([rank.current_alternative() for rank in late]),
             at=time.monotonic(),
         )

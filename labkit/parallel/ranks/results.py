@@ -55,7 +55,7 @@ class RankFailure:
     status: Status  # of the point
     message: str  # one line: "rank 1 was killed by SIGKILL", "rank 0: ValueError: ..."
     traceback: str = ""  # full Python traceback; for a timeout or an abort the stacks of the ranks
-    output_tail: str = ""  # the last lines the rank wrote to stdout and stderr
+    output_tail: str = ""  # the last lines it wrote to stdout and stderr; of several, each named
     alternative: str = ""  # the one that was running; "" if none was
     at: float = 0.0  # seconds, on a clock that the ranks of the group share
     # Whether it reads like the loss of another rank, whose failure then is the cause.
