@@ -181,6 +181,8 @@ def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A selective checkpoint keeps what operators return, and refuses it once the next message
+        # has overwritten it.
         if (
             is_in_dispatch_mode()
             and type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"

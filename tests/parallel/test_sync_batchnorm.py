@@ -3,12 +3,14 @@ conversion."""
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from labkit.bench.memory import saved_for_backward
 from labkit.parallel.launch import run_ranks
@@ -59,6 +61,19 @@ def test_saved():
         other = [n for address, n in saved.items() if address not in by_reference]
         assert len(other) == len(saved) - 2
         assert sum(other) <= 4 * 8 * max(x.itemsize, 4)  # 4C numbers
+
+
+@on_ranks(2)
+def test_a_selective_checkpoint_keeps_nothing_of_what_ranks_exchange():
+    """Which it would refuse: the next message overwrites it."""
+    keep_all = partial(create_selective_checkpoint_contexts, lambda *_, **__: True)
+    layer = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3))
+    x = torch.randn(4, 3)
+    weight = layer[0].weight
+    (expected,) = torch.autograd.grad(layer(x).pow(3).sum(), weight)
+    output = checkpoint(layer, x, use_reentrant=False, context_fn=keep_all)
+    (actual,) = torch.autograd.grad(output.pow(3).sum(), weight)
+    assert torch.equal(actual, expected)
 
 
 @on_ranks(2)
