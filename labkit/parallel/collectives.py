@@ -19,7 +19,7 @@ The transport cuts long messages into chunks: while one is added or sent on, the
 connects the ranks of the group.
 
 Letters: p ranks, r this rank, n bytes per rank; a seconds per message, a' if p-1 are sent at once,
-b seconds per byte; q the largest power of two up to p. In brackets: added if p is not one.
+b seconds per byte; q the largest power of two up to p. In brackets: added if p > q.
 
     algorithm            messages in a row    bytes sent per rank   time
     ring                 2 (p-1)              2 n (p-1)/p           2 (p-1) a + 2 n (p-1)/p b
