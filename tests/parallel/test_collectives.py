@@ -135,6 +135,7 @@ def test_exact(name: str) -> None:
 @on_ranks(3, slow=(8,))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_exact_in_pieces(name: str) -> None:
+    """Long tensors travel in chunks: no round sends what the one before has yet to write."""
     assert_exact(name, LONG, torch.float64)
     assert_exact(name, LONG, torch.bfloat16)
 

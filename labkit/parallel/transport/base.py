@@ -14,7 +14,8 @@ An algorithm promises:
   add to the same memory. Within one transfer the same memory may be sent and added to.
 * Rounds go through memory from its start to its end: what a round sends from element i of a vector
   on, the round before has written from element i of a vector on. What a round writes from element i
-  on, the round before sends from element i on.
+  on, the round before sends from element i on. So a round of a whole vector and one of its shards
+  are in two runs: else a shard would leave before it is written.
 
 A transport promises:
 
