@@ -208,8 +208,8 @@ def _no_layout_reason(request: Request) -> str:
         name = " x ".join(degrees)
         return f"{gpus} GPUs cannot be divided over {name} = {total}; the nearest divisor is {near}"
     # As zero3 with dp = 1: nothing is sharded over one rank.
-    values = ", ".join(f"{name} {value}" for name, value in fixed.items())
-    return f"no layout of {gpus} GPUs has {values}: leave one of them out"
+    values = ", ".join(f"{name} {value}" for name, value in {"gpus": gpus, **fixed}.items())
+    return f"no layout has {values} together: change one of them"
 
 
 def _powers(largest: int) -> list[int]:

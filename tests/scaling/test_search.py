@@ -61,7 +61,8 @@ def test_fixed_fields_stay_and_nothing_is_sharded_over_one_rank(shard):
         ({"tp": 2, "pp": 8}, "over tp x pp = 16; the nearest divisor is 8"),
         ({"gpus": 64, "tp": 64}, "32 heads cannot be divided"),
         ({"gpus": 64, "dp": 64}, "cannot be divided over dp = 64"),
-        ({"dp": 1, "shard": "zero3"}, "no layout of 8 GPUs has dp 1, shard zero3"),
+        ({"dp": 1, "shard": "zero3"}, "no layout has gpus 8, dp 1, shard zero3 together"),
+        ({"gpus": 1, "shard": "zero3"}, "no layout has gpus 1, shard zero3 together"),
     ],
 )
 def test_impossible_requests(wrong, reason):
