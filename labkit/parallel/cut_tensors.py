@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,20 @@ class CutParameter(CutTensor, nn.Parameter):
     def grad(self) -> None:
         with DisableTorchFunctionSubclass():
             _GRAD.__delete__(self)
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Register a hook, which gets the gradient as a `CutGradient`, as readers of `grad` do."""
+        group = self.group
+        cut_dim = self.cut_dim
+
+        def call(gradient: Any) -> Any:
+            if type(gradient) is Tensor:
+                gradient.__class__ = CutGradient
+                set_cut(gradient, group, cut_dim)
+            return hook(gradient)
+
+        with DisableTorchFunctionSubclass():
+            return super().register_hook(call)
 
     __reduce_ex__ = nn.Parameter.__reduce_ex__  # of its layouts, refused
 

@@ -286,6 +286,21 @@ def test_a_weight_that_is_divided_by_its_norm_is_refused_in_backward() -> None:
 
 
 @on_ranks(2)
+def test_a_hook_gets_a_gradient_whose_norm_is_that_of_all_parts() -> None:
+    (cut, *_), (matrix, *_) = make_parameters()
+    cut.grad = None
+    whole = nn.Parameter(torch.zeros_like(matrix))
+    rank = dist.get_rank()
+    for parameter, gradient in ((cut, matrix.chunk(2)[rank]), (whole, matrix)):
+        parameter.register_hook(lambda gradient: gradient / gradient.norm())
+        parameter.register_hook(lambda gradient: gradient.mul_(2))
+        (parameter * gradient).sum().backward()
+    assert cut.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(cut.grad.detach(), whole.grad.chunk(2)[rank])
+
+
+@on_ranks(2)
 def test_a_gradient_with_a_graph_can_be_set_to_zero() -> None:
     (cut, *_), _ = make_parameters()
     optimizer = torch.optim.SGD([cut], lr=0.1)
