@@ -164,6 +164,16 @@ def test_recomputation_costs_a_forward_pass():
     assert again / kept == pytest.approx(4 / 3, rel=0.02)
 
 
+@pytest.mark.parametrize("framework", ["generic", "nemo", "torchtitan"])
+def test_a_gather_over_thousands_of_ranks_waits_for_as_many_steps(framework):
+    few, many = (
+        part(run(framework=framework, dp=dp, global_batch=dp, shard="zero3"), "parameter gathers")
+        for dp in (512, 8192)
+    )
+    # Two gathers and a scatter in each of 32 layers, in steps of 2.7 us; half may be hidden.
+    assert many - few > 0.5 * 3 * 32 * 8192 * 2.7e-6
+
+
 def test_zero2_reduces_the_gradients_of_every_micro_batch():
     sharded, gradients = (
         part(faster(run(dp=32, global_batch=256, shard=shard), network=0.01), "gradient reduction")
