@@ -521,9 +521,12 @@ class Comparison:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.tolerance = TOLERANCES[case.dtype]
-        self.expected: Record = {}
-        whole = Whole(build(case))
-        Trainer(case, whole).run(self.expected.update, lambda training: training)
+        expected: list[Record] = [{}]
+        if dist.get_rank() == 0:  # one process, so that the others do not take its cores
+            whole = Whole(build(case))
+            Trainer(case, whole).run(expected[0].update, lambda training: training)
+        dist.broadcast_object_list(expected)
+        self.expected = expected[0]
         self.wrong: list[str] = []
         self.seen: set[str] = set()
         self.losses: dict[str, float] = {}
