@@ -159,6 +159,19 @@ class TensorParallel(nn.Module):
         for name, parameter in self.module.named_parameters():
             add_layout(parameter, self._layouts[name])
 
+    def layouts_by_name(self) -> dict[str, Layout]:
+        """Return how ranks have each tensor, by the names at the cut and those of today.
+
+        Names change if a layer is put into another module, as `torch.compile(block)` does. A state
+        under a new name would be saved as if this rank's part were all of it.
+        """
+        layouts = dict(self._layouts)
+        own = {*self._layouts.values()}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            for layout in own.intersection(get_layouts(parameter)):
+                layouts[name] = layout
+        return layouts
+
     def _describe_parameters(self) -> dict[str, str]:
         """Return which parameters are frozen. ValueError for one that the cut did not see.
 
@@ -232,11 +245,12 @@ class TensorParallel(nn.Module):
         wait_for_ranks("gather_state_dict()", self._ranks.group)
         if state is None:
             state = self.module.state_dict()
+        layouts = self.layouts_by_name()
         whole: dict[str, Any] = {}
         for full_name, value in state.items():
             name = full_name.removeprefix("module.")
             part = value.to_local() if hasattr(value, "to_local") else value
-            layout = self._layouts.get(name)
+            layout = layouts.get(name)
             if layout is not None and layout.dim is not None and part is not None:
                 whole[name] = self._ranks.join(part, layout)
             else:

@@ -45,7 +45,7 @@ def _as_dtensor(part: Tensor, layout: Layout) -> Any:
 
 def save_parts(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Hook after a `state_dict`: put parts into it as DTensors."""
-    for name, layout in wrapper._layouts.items():
+    for name, layout in wrapper.layouts_by_name().items():
         key = f"{prefix}{PREFIX}{name}"
         part = state.get(key)
         # FSDP has DTensors of its own
@@ -58,11 +58,12 @@ def load_parts(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
     Names are the wrapper's or the model's.
     """
+    layouts = wrapper.layouts_by_name()
     for name, tensor in named_tensors(wrapper.module):
         key = f"{prefix}{PREFIX}{name}"
         if prefix + name in state:
             state[key] = state.pop(prefix + name)
-        layout = wrapper._layouts.get(name)
+        layout = layouts.get(name)
         value = state.get(key)
         if value is None or layout is None or layout.dim is None:
             continue  # whole on every rank

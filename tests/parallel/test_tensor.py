@@ -412,6 +412,22 @@ def test_states(tmp_path: Path) -> None:
     assert_refused_everywhere(attempts)
 
 
+@on_ranks(2)
+def test_states_of_a_block_that_is_put_into_another_module() -> None:
+    """Its parameters have other names then, as `torch.compile(block)` gives them."""
+    one = own_model.build()
+    model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
+    for each in (one, model.module):
+        each.blocks[1] = nn.Sequential(each.blocks[1])
+    assert furthest(model.gather_state_dict(), one.state_dict()) == 0
+    for name, value in model.state_dict().items():
+        shape = one.state_dict()[name.removeprefix("module.")].shape
+        assert value.shape == shape, name
+    model.load_state_dict({name: 2 * value for name, value in one.state_dict().items()})
+    whole = model.gather_state_dict()
+    assert furthest(whole, {name: 2 * value for name, value in one.state_dict().items()}) == 0
+
+
 @on_ranks(4)
 def test_optimizer_states(tmp_path: Path) -> None:
     """A training on two ranks goes on, with its optimizer's state, on four, on one and on two."""
