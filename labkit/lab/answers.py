@@ -195,9 +195,9 @@ class Compare(Question):
         if answer.verdict == "undecided":
             return None
         if answer.is_better:
-            is_overall = answer.is_overall and answer.direction == "better"
-            gains_mostly = answer.counts.better > answer.counts.worse
-            return self.advice if is_overall or gains_mostly else None
+            counts = answer.counts
+            never_loses = answer.is_overall and not counts.worse
+            return self.advice if never_loses or counts.better > counts.worse else None
         # A gain that is not shown may still be there: keeping the default needs evidence, too.
         excludes_gain = bool((table["low"] >= 1 - RELEVANT_GAIN).all())
         return self.keep if excludes_gain else None
@@ -225,7 +225,7 @@ def _describe_size(
     # "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
     counted = rows[rows["verdict"] == ("faster" if counts.better else "slower")]
     is_general = verdict == "yes" and not counts.is_mostly_better
-    if verdict == "no":  # what some configurations lose is not what all of them do
+    if not counts.better:  # what some configurations lose is not what all of them do
         is_general = counts.worse < counts.total
     if overall is not None and overall.direction and (is_general or counted.empty):
         size = dict.fromkeys(("low", "high", "effect"), overall.ratio)

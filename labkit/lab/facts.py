@@ -125,7 +125,8 @@ class Comparison(Answer):
     high: float = 1.0
     """Smallest and largest ratio of those counted as better, or, if none is, as worse."""
     is_overall: bool = False
-    """Whether these are the ratio over all configurations: too few show anything by themselves."""
+    """Whether these are the ratio over all configurations: too few by themselves show what it does,
+    or any gain."""
     overall: Overall | None = None
     """The subject over all configurations; None for one configuration, and without a subject."""
     region: Region | None = None

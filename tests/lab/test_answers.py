@@ -251,6 +251,18 @@ def test_what_some_configurations_lose_is_not_the_size_of_the_answer():
     assert "50%" not in headline(unknown)
 
 
+def test_a_gain_over_all_and_a_loss_in_one_are_told_apart():
+    gains = frame({"a": [0.85] * 16}, noise=0.22, rounds=8)
+    loss = frame({"a": [1.06]}, noise=0.02, rounds=8).assign(size=16)
+    answer = ask(pd.concat([gains, loss]))
+    assert answer.verdict == "it depends"
+    assert (answer.counts.better, answer.counts.worse) == (0, 1)
+    assert (answer.direction, answer.is_overall) == ("better", True)
+    assert f"{100 * (1 - answer.overall.ratio):.0f}% less" in headline(answer)
+    assert "slower in 1" in scope(answer)
+    assert answer.advice is None
+
+
 def test_counts_over_all_configurations_have_no_interval():
     metric = Metric("peak_bytes", "way", ("size",), exact=True)
     rows = [
