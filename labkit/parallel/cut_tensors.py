@@ -210,20 +210,23 @@ def _mark(func: Any, result: Any, args: Sequence[Any], options: Mapping[str, Any
     """Make the tensors of a result parts, too, if their elements are those of parts."""
     name = func.__name__
     values = [*args, *options.values()]
+    results = result
+    if isinstance(result, Tensor):
+        results = [result]
     if name == "grad":  # torch.autograd.grad(outputs, inputs)
         _mark_gradients(result, values[1])
     elif name.startswith("_foreach_"):
         lists = [each for each in values if isinstance(each, list | tuple)]
-        for each, *inputs in zip(result, *lists, strict=True):
+        for each, *inputs in zip(results, *lists, strict=True):
             _mark_elementwise(each, inputs)
     elif name in ELEMENTWISE:
-        for each in [result] if isinstance(result, Tensor) else result:
+        for each in results:
             _mark_elementwise(each, values)
     else:
         # What `cat` and `stack` join is a list.
         source = values[0] if isinstance(values[0], list | tuple) else values[:1]
         is_moved = name in MOVES or func in MOVING_PROPERTIES
-        for each in [result] if isinstance(result, Tensor) else result:
+        for each in results:
             _mark_rearranged(each, source, is_moved=is_moved)
 
 

@@ -53,7 +53,10 @@ def draw_bars(figure: Bars, data: pd.DataFrame) -> Plot:
         categories = [style.name_text(name) for name in style.in_order(rows[figure.x])]
         inches = (width - style.MARGIN_INCHES) * places / sum(n_places)
         style.place_names(axis, categories, inches)
-    for axis in axes[:1] if is_shared else axes:
+    labeled = axes
+    if is_shared:
+        labeled = axes[:1]
+    for axis in labeled:
         style.format_axis(axis.yaxis, figure.value)
     entries: dict[str, Any] = dict(style.patches(colors))
     if figure.stacked:  # the legend reads from the top down, as the layers do

@@ -219,7 +219,9 @@ class ShardedOptimizer(Optimizer):
             self._inner.param_groups = self.param_groups
             self._inner.state = self.state
         for shard, state in self.state.items():
-            for name, value in state.items() if shard.dim() else ():
+            if not shard.dim():  # a scalar has no rows
+                continue
+            for name, value in state.items():
                 if getattr(value, "shape", None) == shard.shape:
                     state[name] = as_rows(name, value, shard)
 
