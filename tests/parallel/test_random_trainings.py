@@ -521,16 +521,27 @@ class Comparison:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.tolerance = TOLERANCES[case.dtype]
-        expected: list[Record] = [{}]
-        if dist.get_rank() == 0:  # one process, so that the others do not take its cores
-            whole = Whole(build(case))
-            Trainer(case, whole).run(expected[0].update, lambda training: training)
-        dist.broadcast_object_list(expected)
-        self.expected = expected[0]
+        self.expected = self._train_reference()
         self.wrong: list[str] = []
         self.seen: set[str] = set()
         self.losses: dict[str, float] = {}
         self.training: Any = None
+
+    def _train_reference(self) -> Record:
+        """Train in one process, on the first rank, and return its record on all."""
+        record: Record = {}
+        sent: list[Record | Exception] = [record]
+        if dist.get_rank() == 0:  # all of them would take each other's cores
+            try:
+                whole = Whole(build(self.case))
+                Trainer(self.case, whole).run(record.update, lambda training: training)
+            except Exception as error:
+                sent = [error]
+        dist.broadcast_object_list(sent)
+        (received,) = sent
+        if isinstance(received, Exception):
+            raise received
+        return received
 
     def run(self) -> str:
         """Train in parallel; return the error that ends it, or nothing."""
