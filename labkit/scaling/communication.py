@@ -104,7 +104,7 @@ def rank_parameters(runs: Runs) -> Numbers:
 
 
 def data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
-    """Return seconds of reducing gradients; a share hides behind the last backward pass."""
+    """Return seconds of reducing gradients; some hide behind the last backward (zero2: each)."""
     ranks = Group(runs, runs.dp * runs.cp, runs.tp)
     parameters = rank_parameters(runs)
     n_bytes = parameters * runs["gradient_bytes"]
