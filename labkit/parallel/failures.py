@@ -52,7 +52,7 @@ def _end_threads() -> None:
 
 
 class GroupOver(RuntimeError):
-    """A rank has failed alone; the message has its number, its reason and its line."""
+    """A rank has failed alone; the message says which, why and, in code of yours, at which line."""
 
     is_consequence = True  # a group of ranks that failed shows the other rank's error instead
 
