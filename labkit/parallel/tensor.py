@@ -130,7 +130,8 @@ class TensorParallel(nn.Module):
         self._layouts: dict[str, Layout] = {}
         apply_rules(model, rules, ranks)
         self._keep_parts(rules)
-        self._add_layouts()
+        for name, parameter in model.named_parameters():
+            add_layout(parameter, self._layouts[name])
         # in a list, since it is a layer of `module` alone
         self._heads = [layer for layer in model.modules() if isinstance(layer, VocabularyLinear)]
         report_failures(self, ranks.group)
@@ -153,11 +154,6 @@ class TensorParallel(nn.Module):
                     tensor.data = cut(tensor.data, parts[tensor])
                     tensor.grad = None
             self._layouts[name] = parts[tensor]
-
-    def _add_layouts(self) -> None:
-        """Note on each parameter which part of which whole it is."""
-        for name, parameter in self.module.named_parameters():
-            add_layout(parameter, self._layouts[name])
 
     def layouts_by_name(self) -> dict[str, Layout]:
         """Return how ranks have each tensor, by the names at the cut and those of today.
@@ -278,7 +274,11 @@ class TensorParallel(nn.Module):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         vars(clone).update(copy.deepcopy(vars(self), memo))
-        clone._add_layouts()  # torch copies parameters without hooks and attributes
+        own = {*self._layouts.values()}
+        # torch copies parameters without hooks and attributes
+        for parameter, copied in zip(self.parameters(), clone.parameters(), strict=True):
+            for layout in own.intersection(get_layouts(parameter)):
+                add_layout(copied, layout)
         return clone
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -419,7 +419,12 @@ def test_states_of_a_block_that_is_put_into_another_module() -> None:
     model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
     for each in (one, model.module):
         each.blocks[1] = nn.Sequential(each.blocks[1])
-    assert furthest(model.gather_state_dict(), one.state_dict()) == 0
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each(*own_batch()).backward()
+        assert furthest(each.gather_state_dict(), one.state_dict()) == 0
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, copied)]
+    assert norms[0] == norms[1]
     for name, value in model.state_dict().items():
         shape = one.state_dict()[name.removeprefix("module.")].shape
         assert value.shape == shape, name
