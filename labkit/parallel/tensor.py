@@ -259,7 +259,7 @@ class TensorParallel(nn.Module):
         For `torch.distributed.checkpoint`, to save, or to load into. The optimizer has this model's
         parameters and treats each element alone, as SGD and Adam do.
         """
-        return get_optimizer_state(self, optimizer, self._layouts)
+        return get_optimizer_state(self, optimizer)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
@@ -268,7 +268,7 @@ class TensorParallel(nn.Module):
 
         Or one process's, as `get_optimizer_state_dict` of torch's checkpoints returns it.
         """
-        set_optimizer_state(self, optimizer, self._layouts, state_dict)
+        set_optimizer_state(self, optimizer, state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         clone = type(self).__new__(type(self))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.parallel.layouts import Layout
 from labkit.parallel.tensor_collectives import cut, part_lengths
@@ -73,14 +73,18 @@ def load_parts(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
         state[key] = _local_part(name, value, layout)
 
 
-def get_optimizer_state(
-    wrapper: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
-) -> dict[str, Any]:
+def _short_name(name: str) -> str:
+    """Return a parameter's name as torch has it in the state of an optimizer."""
+    return name.replace("_orig_mod.", "")  # of a layer that is compiled
+
+
+def get_optimizer_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state by name, with parts as DTensors."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     state: dict[str, Any] = get_optimizer_state_dict(wrapper, optimizer)
-    parameters = dict(wrapper.named_parameters())
+    parameters = {_short_name(name): p for name, p in wrapper.named_parameters()}
+    layouts = {_short_name(name): layout for name, layout in wrapper.layouts_by_name().items()}
     for name, values in state["state"].items():
         layout = layouts[name.removeprefix(PREFIX)]
         for key, value in values.items():
@@ -96,10 +100,7 @@ def get_optimizer_state(
 
 
 def set_optimizer_state(
-    wrapper: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    layouts: Mapping[str, Layout],
-    state: Mapping[str, Any],
+    wrapper: Any, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
     """Load an optimizer's state by name: this rank's parts of DTensors or whole tensors.
 
@@ -107,6 +108,7 @@ def set_optimizer_state(
     """
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+    layouts = {_short_name(name): layout for name, layout in wrapper.layouts_by_name().items()}
     by_name: dict[str, Any] = {}
     for full_name, values in state["state"].items():
         name = full_name.removeprefix(PREFIX)

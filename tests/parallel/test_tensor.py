@@ -6,7 +6,7 @@ import dataclasses
 import io
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -431,6 +431,38 @@ def test_states_of_a_block_that_is_put_into_another_module() -> None:
     model.load_state_dict({name: 2 * value for name, value in one.state_dict().items()})
     whole = model.gather_state_dict()
     assert furthest(whole, {name: 2 * value for name, value in one.state_dict().items()}) == 0
+
+
+@on_ranks(2)
+def test_optimizer_states_of_a_block_that_is_put_into_another_module() -> None:
+    """They are saved and loaded as one process's, which `torch.compile(block)` does not rename."""
+    wraps: list[Callable[[Any], Any]] = [nn.Sequential, partial(torch.compile, backend="eager")]
+    tokens, targets = own_batch()
+    for wrap in wraps:
+        one = own_model.build()
+        model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
+        for each in (one, model.module):
+            each.blocks[1] = wrap(each.blocks[1])
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (one, model)]
+        language_model_loss(one(tokens), targets).backward()
+        model(tokens, targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        of_one = get_optimizer_state_dict(one, optimizers[0])
+        saved = model.optimizer_state_dict(optimizers[1])
+        for state in (saved, of_one):
+            loaded = torch.optim.AdamW(model.parameters(), lr=0.5)
+            model.load_optimizer_state_dict(loaded, state)
+            parts = model.optimizer_state_dict(loaded)
+            assert parts["param_groups"][0]["lr"] == 0.01
+            assert len(parts["state"]) == len(of_one["state"])
+            for name, values in parts["state"].items():
+                whole = {
+                    key: value.full_tensor() if hasattr(value, "to_local") else value
+                    for key, value in values.items()
+                }
+                expected = of_one["state"][name.removeprefix("module.")]
+                assert furthest(whole, expected) <= EXACT, name
 
 
 @on_ranks(4)
