@@ -23,7 +23,7 @@ def agree_on_inputs(pipeline: Any, inputs: Tensor) -> None:
 
     def describe(group: dist.ProcessGroup) -> dict[str, str]:
         _check_batch(inputs, inputs)
-        return {"inputs": _describe_values(inputs, group, pipeline)}
+        return {"inputs": describe_values(inputs, group)}
 
     def agree() -> None:
         agree_per_pass("inputs", partial(describe, pipeline.group), pipeline.group)
@@ -56,8 +56,8 @@ def agree_on_batch(
     def describe(group: dist.ProcessGroup) -> dict[str, str]:
         _check_batch(inputs, targets, pipeline.micro_batches, loss_function)
         return {
-            "inputs": _describe_values(inputs, group, pipeline),
-            "targets": _describe_values(targets, group, pipeline),
+            "inputs": describe_values(inputs, group),
+            "targets": describe_values(targets, group),
             "the scale of the loss": "none" if scaler is None else str(scaler.get_scale()),
         }
 
@@ -110,14 +110,6 @@ def _agree_with_parts(
             problem = error
     if problem is not None:
         raise problem
-
-
-def _describe_values(tensor: Tensor, group: dist.ProcessGroup, pipeline: Any) -> str:
-    """Describe a batch for the ranks of a pipeline, or of other parts of its layers."""
-    if tensor.requires_grad and group is not pipeline.group:
-        # Activations: with sequence parallelism, each part of the layers gets other tokens.
-        return f"{tuple(tensor.shape)} {tensor.dtype}"
-    return describe_values(tensor, group)
 
 
 def _check_batch(

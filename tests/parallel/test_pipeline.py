@@ -514,6 +514,12 @@ def test_stages_of_cut_layers_get_one_batch() -> None:
         inputs = (TOKENS + changes_inputs) % 7
         stages.step(inputs, (TARGETS + changes_targets) % 7, loss_of)
 
+    def step_on_activations() -> None:
+        """As with sequence parallelism, whose ranks have other tokens outside of the layers."""
+        blocks = Pipeline(build_cut(rank, tensor_group)[1:], micro_batches=4, group=group)
+        inputs = torch.full((8, 3, 6), float(is_other_part), dtype=torch.float64)
+        blocks.step(inputs.requires_grad_(), TARGETS, loss_of)
+
     def freeze_one() -> None:
         layers = build_cut(rank, tensor_group)
         layers[0].weight.requires_grad_(not is_other_part)
@@ -531,6 +537,7 @@ def test_stages_of_cut_layers_get_one_batch() -> None:
         ],
         ("expected the same inputs", lambda: stages.evaluate((TOKENS + is_other_part) % 7)),
         ("4 micro-batches divide", lambda: stages.step(TOKENS[is_other_part:], TARGETS, loss_of)),
+        ("expected the same inputs", step_on_activations),
     ]
     assert_refused_everywhere(attempts)
     assert gradients(stages) == {}
