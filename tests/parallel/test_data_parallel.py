@@ -258,6 +258,20 @@ def _joined(divides_by_all):
     return situation
 
 
+def _joined_too_early(wrap):
+    """A rank without batches may end the training on all ranks, which then go on with others."""
+    model = wrap(nn.Linear(6, 6))
+
+    def train():
+        with model.join(throw_on_early_termination=True):
+            for number in range(3 if dist.get_rank() == 0 else 2):
+                model(batch(number)).square().mean().backward()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train()
+    assert_averages(wrap(nn.Linear(6, 6)))
+
+
 def _joined_with_own_buffers(wrap):
     """Where buffers are not broadcast, ranks keep theirs, and none waits for another's."""
     model = wrap(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), broadcast_buffers=False)
@@ -500,6 +514,7 @@ RIGHT = {
     "idempotent": _idempotent,
     "join": _joined(True),
     "join, divided by those with a batch": _joined(False),
+    "join, where no rank may end early": _joined_too_early,
     "join, with buffers of each rank": _joined_with_own_buffers,
     "join, with buffers of one rank": _joined_with_shared_buffers,
     "two forward passes, batch norm": _two_passes_of_batch_norm,

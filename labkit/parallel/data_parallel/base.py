@@ -150,6 +150,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. As torch's, this call decides if the next backward pass synchronizes."""
+        self.notify_joined_ranks()
         try:
             self._pre_forward()
             outputs = self.module(*args, **kwargs)
@@ -252,8 +253,7 @@ class DataParallel(nn.Module, UnevenInputs):
         self._reset_pass()
 
     def _gradient_ready(self, index: int) -> None:
-        """Average the complete `p.grad` of the parameter at `index` during backward, if this
-        wrapper overlaps."""
+        """Average the complete `p.grad` of a parameter in backward, if this wrapper overlaps."""
 
     @abstractmethod
     def _finish(self, pending: list[int]) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from labkit.parallel.agreement import agree_per_pass, describe_parameter
 from labkit.parallel.messages import cpu_group
+from labkit.parallel.prepare import disable_compile
 from labkit.parallel.transport import member_group
 from labkit.torch_private import broadcast_coalesced, disabled_join_config, preserve_version_counter
 
@@ -185,11 +186,17 @@ class UnevenInputs(Joinable, JoinHook):
         self._mean_factor = 1.0
         self._join_config = disabled_join_config()
 
+    @disable_compile
+    def notify_joined_ranks(self) -> None:
+        """Tell joined ranks of a forward pass; RuntimeError on all if none may join early."""
+        # All ranks have that error: reported by a pass, it would be taken for one rank's alone.
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+
     def announce_forward(self, *, trains: bool, broadcasts: bool) -> int:
         """Announce a forward pass to joined ranks. Return the rank whose buffers are broadcast."""
         if not self._join_config.enable:
             return 0
-        Join.notify_join_context(self)
         return self._exchange(ACTIVE + TRAINS * trains + BROADCASTS * broadcasts)[0]
 
     @property
