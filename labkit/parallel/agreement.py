@@ -115,9 +115,9 @@ def wait_for_ranks(call: str, group: Group = None, arrival: dist.Work | None = N
 
     `arrival`: a collective of the call itself, to wait for; None: a barrier.
 
-    Before a rare collective such as gathering a model, which programs make on rank 0 alone: the
-    other ranks are then elsewhere, or done, and cannot be told. Others may only be late, so the
-    wait goes on.
+    For collectives that programs may make on rank 0 alone, such as gathering a model or logging a
+    norm: the other ranks are then elsewhere, or done, and cannot be told. Others may only be late,
+    so the wait goes on.
     """
     if arrival is None:
         arrival = dist.barrier(member_group(group), async_op=True)

@@ -1,9 +1,10 @@
 """Functions of torch on a cut tensor, of which most would take this rank's part for the whole.
 
-Known are those that compute each element for itself, move elements, or are layers of a model, and
-reductions over dimensions that are not cut. Some others give the result of all parts, by a
-collective: `norm()`, also in `torch.nn.utils.clip_grad_norm_`; `sum()`, also in a loss; `max()`,
-`min()`, `any()`, `all()`; and the overflow that `GradScaler` looks for. All others are refused.
+Functions that compute each element alone, move elements, or are layers of a model are called as
+they are, and so are reductions over dimensions that are not cut. Some others give the result of all
+parts, by a collective: `norm()`, also in `torch.nn.utils.clip_grad_norm_`; `sum()`, also in a loss;
+`max()`, `min()`, `any()`, `all()`; and the overflow that `GradScaler` looks for. All others are
+refused.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _REDUCTIONS = {*_NORMS, *_SUMS, *_EXPONENTIALS, *_COUNTS, *_EXTREMES, *_ORDERS, 
 _REDUCTIONS |= _CUMULATIVE
 # Those that give the whole's number from the ranks' numbers.
 _COMPOSED = {"sum", "count_nonzero", "norm", "max", "min", "amax", "amin", "any", "all"}
-# Norms of each slice of one dimension, which is what they are called with.
-_LIMITS = {"renorm", "renorm_", "_weight_norm", "norm_except_dim"}
+# They take the norm of each slice of one dimension, `dim`.
+_SLICE_NORMS = {"renorm", "renorm_", "_weight_norm", "norm_except_dim"}
 _MATMULS = {"matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm"}
 _PRODUCTS = {*_MATMULS, "linear", "dot", "vdot", "inner", "outer", "einsum", "tensordot"}
 _PRODUCTS |= {"linalg_multi_dot", "linalg_matmul", "scaled_dot_product_attention"}
@@ -46,14 +47,14 @@ _WEIGHTED = {*_CONVOLUTIONS, *_NORMALIZATIONS, "embedding", "embedding_bag", "bi
 LAYERS = {*_PRODUCTS, *_WEIGHTED}
 # The functions by which `clip_grad_norm_` and `GradScaler` read gradients.
 _READ_BY_TORCH = {FOREACH_NORM.__name__, AMP_CHECK.__name__}
-GUARDED = {*_REDUCTIONS, *_LIMITS, *LAYERS, *_READ_BY_TORCH}
+GUARDED = {*_REDUCTIONS, *_SLICE_NORMS, *LAYERS, *_READ_BY_TORCH}
 # Of these the dimension that is cut is another one, also where the shape stays.
 MOVES = {"t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"}
 MOVES |= {"as_strided"}
 _tensor: Any = Tensor  # its attributes are not in its types
 MOVING_PROPERTIES = {getattr(_tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 _VIEWS = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel"}
-_VIEWS |= {"squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "contiguous", "detach"}
+_VIEWS |= {"squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "contiguous"}
 _VIEWS |= {"view_as_real", "view_as_complex", "resolve_conj", "resolve_neg"}
 _PIECES = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split", "narrow", "select"}
 _PIECES |= {"unsafe_chunk", "unsafe_split", "index_select", "masked_select", "__getitem__"}
@@ -85,8 +86,8 @@ def _is_tagged(name: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
 
-# All of them now, since the compiler looks into what a part asks for each function. The larger one
-# of two has the name of the largest of all, which is a reduction.
+# All of them at import (a tenth of a second), since the compiler looks into what a part asks for
+# each function. The larger one of two has the name of the largest of all, which is a reduction.
 _NAMES = {name.strip("_") for each in (torch, Tensor, functional) for name in dir(each)}
 _OPERATORS = {name for name in _NAMES - {"", *_REDUCTIONS} if _is_tagged(name)} | _UNTAGGED
 _FORMS = ("{}", "{}_", "__{}__", "__r{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
@@ -94,7 +95,7 @@ ELEMENTWISE = {form.format(name) for name in _OPERATORS for form in _FORMS}
 
 
 def call_unknown(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Call a function whose result has no tensors, such as `numel`. ValueError for all others."""
+    """Call a function whose result has no tensors, such as `tolist`. ValueError for all others."""
     name = func.__name__
     if name.endswith("_") and not name.endswith("__"):
         _refuse(name)  # before it changes the part
@@ -121,7 +122,7 @@ def check_call(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> No
         if is_part(tensor):
             _refuse(name)
         return
-    if name in _LIMITS:
+    if name in _SLICE_NORMS:
         kept = options.get("dim", args[2] if len(args) > 2 else None)
         if cut_dim is None or kept is None or kept % tensor.dim() != cut_dim:
             _refuse(name)
@@ -203,12 +204,17 @@ def _reduce_all_parts(func: Any, args: Sequence[Any], options: Mapping[str, Any]
     return whole
 
 
+# Relative to the largest gradient: ranks with the same loss compute it in the same order, so that
+# only rounding may differ.
+_MAX_DIFFERENCE = 0.01
+
+
 class _SumOfParts(torch.autograd.Function):
     """A number of all ranks' parts, such as a penalty on weights in the loss of each rank.
 
     Each rank's loss has the whole number, and each rank the gradient of its part. In a forward pass
     by parts, as of a weight that is divided by its norm, ranks would have to add up what each has
-    done with the number. They tell by the gradients of the number, which are then not alike.
+    done with the number. That case is detected: the gradients of the number then differ.
     """
 
     @staticmethod
@@ -221,8 +227,9 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         bounds = torch.stack([gradient.detach(), -gradient.detach()])
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, ctx.group)
-        if bounds.sum() > MAX_ALIKE * bounds.abs().amax():
+        _all_reduce(bounds, dist.ReduceOp.MAX, ctx.group, "the gradient of sum()")
+        # On a GPU this waits for the device: only a loss with such a penalty pays for it.
+        if bounds.sum() > _MAX_DIFFERENCE * bounds.abs().amax():
             raise ValueError(
                 "expected the sum of a cut tensor in a loss that is alike on all ranks; what each"
                 " computes from its part, as a weight divided by its norm, gets a wrong gradient"
@@ -256,8 +263,6 @@ _COLLECTIVES: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Of the largest gradient of a number: ranks compute what they have alike in one order.
-MAX_ALIKE = 0.01
 _EXTREME_NORMS = {float("inf"): dist.ReduceOp.MAX, -float("inf"): dist.ReduceOp.MIN}
 
 

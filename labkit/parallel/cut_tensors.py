@@ -58,7 +58,7 @@ _DEVICE: Any = Tensor.device
 
 
 class _Device:
-    """The device of a part. No property: `torch.compile` would look into one without an end."""
+    """The device of a part. No property, which `torch.compile` would trace without an end."""
 
     def __get__(self, part: Any, owner: Any = None) -> Any:
         with DisableTorchFunctionSubclass():

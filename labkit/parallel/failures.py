@@ -14,16 +14,13 @@ group is over: its connections are closed, and ranks that wait raise, with the r
 from __future__ import annotations
 
 import atexit
-import os
 import threading
-import traceback
 import weakref
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from labkit.machine.user_lines import deepest_user_line
 from labkit.parallel.transport import Group, abort, member_group
 
 # How long the other ranks may take to fail as well: they may still load the batch that fails.
@@ -33,8 +30,6 @@ NAP_S = 0.05
 _END = "labkit: why the group is over"
 # Seconds in which a thread ends with its program, unless the store is gone.
 EXIT_S = 5
-# Files of torch and labkit; names of generated code begin with "<".
-_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 # The thread of this rank's last failure, until the next pass.
 _decisions: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = (
@@ -64,7 +59,9 @@ def report_failure(error: BaseException | None, group: Group = None) -> None:
         return  # of several wrappers of a model, each reports the same failure
     reason = "an error ended its backward pass"
     if error is not None:
-        reason = describe_error(error) + _own_line(error)
+        file, number = deepest_user_line(error)
+        line = f", at {file}:{number}" if file else ""
+        reason = describe_error(error) + line
     arguments = (members, f"rank {members.rank()}: {reason}")
     _decisions[members] = threading.Thread(target=_decide, args=arguments, daemon=True)
     _decisions[members].start()
@@ -100,16 +97,6 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, ValueError):
         return line
     return f"{type(error).__name__}: {line}"
-
-
-def _own_line(error: BaseException) -> str:
-    """Return ", at train.py:12", the innermost line outside of torch and labkit, or ""."""
-    lines = [
-        f", at {Path(frame.f_code.co_filename).name}:{number}"
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(_LIBRARIES)
-    ]
-    return lines[-1] if lines else ""
 
 
 def _decide(members: dist.ProcessGroup, reason: str) -> None:

@@ -76,7 +76,7 @@ def agree_on_batch(
         if problem is not None:
             raise problem
         return max(1.0, targets.numel())
-    # Without targets that can be counted there is a problem.
+    # Targets that were refused may be no tensor: they are not counted.
     n_targets = targets.numel() if problem is None else 0
     counts = agree_on_success("step", problem, data_group, [n_targets])
     return max(1.0, sum(count for (count,) in counts) / len(counts))

@@ -78,13 +78,17 @@ def _short_name(name: str) -> str:
     return name.replace("_orig_mod.", "")  # of a layer that is compiled
 
 
+def _layouts_by_short_name(wrapper: Any) -> dict[str, Layout]:
+    return {_short_name(name): layout for name, layout in wrapper.layouts_by_name().items()}
+
+
 def get_optimizer_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state by name, with parts as DTensors."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     state: dict[str, Any] = get_optimizer_state_dict(wrapper, optimizer)
     parameters = {_short_name(name): p for name, p in wrapper.named_parameters()}
-    layouts = {_short_name(name): layout for name, layout in wrapper.layouts_by_name().items()}
+    layouts = _layouts_by_short_name(wrapper)
     for name, values in state["state"].items():
         layout = layouts[name.removeprefix(PREFIX)]
         for key, value in values.items():
@@ -108,7 +112,7 @@ def set_optimizer_state(
     """
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    layouts = {_short_name(name): layout for name, layout in wrapper.layouts_by_name().items()}
+    layouts = _layouts_by_short_name(wrapper)
     by_name: dict[str, Any] = {}
     for full_name, values in state["state"].items():
         name = full_name.removeprefix(PREFIX)

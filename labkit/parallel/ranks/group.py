@@ -265,11 +265,12 @@ class RankGroup:
     def _describe_lateness(self, kind: str, timeout_s: float, missing: list[int]) -> RankFailure:
         late = [self._ranks[number] for number in missing if number in self._ranks]
         message = f"{torchrun.name_ranks(missing)} {LATENESS[kind].format(timeout_s)}"
-        output = [
-            f"[rank {rank.number}] {line}" if len(late) > 1 else line
-            for rank in late
-            for line in rank.output_tail().splitlines()
-        ]
+        output: list[str] = []
+        for rank in late:
+            lines = rank.output_tail().splitlines()
+            if len(late) > 1:
+                lines = [f"[rank {rank.number}] {line}" for line in lines]
+            output += lines
         return RankFailure(
             # Of several, none can be told to be the cause.
             missing[0] if len(missing) == 1 else None,
