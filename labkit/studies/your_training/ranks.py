@@ -35,7 +35,7 @@ from labkit.studies.your_training.check import (
     is_random,
     round_otherwise,
 )
-from labkit.studies.your_training.loop import Loop, taking_turns
+from labkit.studies.your_training.loop import PARTS, Loop, taking_turns
 from labkit.studies.your_training.setup import SetupError, Training, check_first_step
 
 # `LOCAL` is the same step without communication: what the others take longer is exposed.
@@ -72,13 +72,16 @@ def measure_ranks(point: TimedPoint, make: Callable[[], Training]) -> Iterator[d
         elif name in OVER_SHARED_MEMORY:
             rows[name] |= shared_memory_refusal(device)
 
+    # Several steps make a turn, and each part of each step is timed.
+    part_of = {f"{n} {part}": part for n in range(n_steps) for part in PARTS}
+
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
         columns: dict[str, Any] = dict(OK)
         if name != LOCAL:
             loops[name] = rank.wrap(name)
             columns = rank.check(loops[name])
-        parts = loops[name].parts.items()
-        return columns, {f"{n} {part}": run for n in range(n_steps) for part, run in parts}
+        parts = loops[name].parts
+        return columns, {label: parts[part] for label, part in part_of.items()}
 
     # The check fills `loops`, before the first turn begins.
     with taking_turns(loops) as begin:
@@ -86,7 +89,7 @@ def measure_ranks(point: TimedPoint, make: Callable[[], Training]) -> Iterator[d
         for row in check_and_time(rows, check, "part", device=device, **options):
             if "part" in row:
                 # Shares of the mean step, which the parts of all steps add up to.
-                row["part"] = row["part"].partition(" ")[2]
+                row["part"] = part_of[row["part"]]
                 row["seconds"] = [seconds / n_steps for seconds in row["seconds"]]
             yield row
 
