@@ -180,10 +180,11 @@ def _shards(request: Request, tp: int, pp: int, cp: int, dp: int) -> list[Shard]
     """Return the shardings to try. Nothing is sharded over one rank, fixed or not."""
     shards: list[Shard] = ["none"]
     if dp * cp > 1:
-        shards += ["zero1", "zero3"]
+        shards.append("zero1")
         # With a pipeline zero2 would reduce gradients for every micro-batch.
         if pp == 1:
-            shards.insert(2, "zero2")
+            shards.append("zero2")
+        shards.append("zero3")
         if pp == 1 and 1 < request.hardware.gpus_per_node // (tp * cp) < dp:
             shards.append("hsdp")
     return [shard for shard in shards if request.fixed.get("shard", shard) == shard]
