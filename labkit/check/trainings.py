@@ -71,7 +71,7 @@ def compare_with_baseline(run: Run) -> TrainingChange | None:
 def compare_parts(baseline: Sequence[Run], run: Run) -> pd.DataFrame:
     """Return the change of each part of a step from the runs of a baseline to a new one.
 
-    Of those parts that take `MIN_SHARE` of a step in one of the runs.
+    Parts that take less than `MIN_SHARE` of a step in all runs are left out.
     """
     runs = (*baseline, run)
     speeds = _slowness(runs)
@@ -132,14 +132,14 @@ def load_trainings(run: Run) -> list[Run]:
         # Another version of labkit may have written it.
         with suppress(RunFileError):
             saved.append(Run.load(path))
-    saved = [earlier for earlier in saved if _describe_setup(earlier) == _describe_setup(run)]
+    saved = [earlier for earlier in saved if _setup_key(earlier) == _setup_key(run)]
     if not saved:
         return []
     newest = saved[-1]
     return [earlier for earlier in saved if is_alike(newest, earlier)]
 
 
-def _describe_setup(run: Run) -> list[Any]:
+def _setup_key(run: Run) -> list[Any]:
     """Return file, function and arguments of a run's setup."""
     point = next(iter(run.header.planned.values()))
     return [point["file"], point["arguments"]]

@@ -185,8 +185,7 @@ def _interval(row: Mapping[str, Any]) -> str:
 
 
 def describe_setup(run: Run) -> str:
-    """What the setup returned: "GPT, 4.9M parameters; batch 8 x 128; AdamW; ..."."""
-
+    """Say what the setup returned: "GPT, 4.9M parameters; batch 8 x 128; AdamW; ..."."""
     setup = lab.found(run.results()).iloc[0]
     optimizer = str(setup["optimizer"])
     if not setup["has_own_optimizer"]:

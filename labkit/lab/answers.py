@@ -73,7 +73,7 @@ TOPICS = {
 }
 LEFT_OUT = "The parameters of this run, or its machine, leave it out."
 NO_CALIBRATION = (
-    "Its machine was not calibrated then; `labkit measure limits` at quick or paper calibrates it."
+    "Its machine was not calibrated before; `labkit measure limits` calibrates it for later runs."
 )
 
 

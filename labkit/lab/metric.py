@@ -175,9 +175,10 @@ class Metric:
 
         It is the one with most wins less losses in a table of `ratios_to`.
 
-        None, if none is better anywhere. Alternatives are ranked over the configurations that all
-        of them have, if there are any. Those with as many wins, within the smallest relevant
-        difference of the fastest, are as good; the first in the table leads.
+        Empty if there are several and none is better anywhere; a single one is returned in any
+        case. Alternatives are ranked over the configurations that all of them have, if there are
+        any. Those with as many wins, within the smallest relevant difference of the fastest, are as
+        good; the first in the table comes first.
         """
         name = self.compare
         keys = list(self.configuration)

@@ -33,6 +33,7 @@ def compare_ratios(
     `change_high`, which hold for all rows together; `difference`, "higher", "lower" or
     `NO_DIFFERENCE_SHOWN`.
     """
+    # Columns and their type, if the runs share no ratio.
     shared = {"": pd.DataFrame(columns=[*(f"{name}_first" for name in RATIO), *RATIO], dtype=float)}
     for question in lab.comparisons:
         before = first[question.id].table

@@ -66,21 +66,21 @@ class Choice:
         table = question.metric.ratios_to(question.baseline, run.frame(), question.among)
         # A machine with GPUs trains on them, where the fastest for CPU tensors may not even run.
         device = run.header.machine.device(AUTO)
-        for name, value in {**self.at, "device": device}.items():
-            table = table[table[name] == value]
+        for name, wanted in {**self.at, "device": device}.items():
+            table = table[table[name] == wanted]
         column = question.metric.compare
         # The printed script can only name what labkit has.
         is_users = table[column].isin(run.header.user_alternatives)
-        choice = self._fastest(question, table[~is_users], model, context_length)
+        value = self._fastest(question, table[~is_users], model, context_length)
         best = self._fastest(question, table, model, context_length)
         # The only field that is a yes or no: its alternatives are "eager" and "compiled".
         if self.field == "compiled":
-            choice = choice == "compiled"
-        elif choice is None:
-            choice = getattr(DEFAULT, self.field)
+            value = value == "compiled"
+        elif value is None:
+            value = getattr(DEFAULT, self.field)
         if best not in run.header.user_alternatives:
             best = None
-        return choice, best
+        return value, best
 
     def _fastest(
         self, question: Compare, table: pd.DataFrame, model: str, context_length: int
@@ -91,10 +91,10 @@ class Choice:
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
             return None
-        # The leader is better over all configurations, of which the nearest is only a part.
-        leader = faster[faster[name].isin(question.metric.select_subjects(table)[:1])]
-        if len(leader):
-            return leader[name].iloc[0]
+        # The subject is better over all configurations, of which the nearest is only a part.
+        subject = faster[faster[name].isin(question.metric.select_subjects(table)[:1])]
+        if len(subject):
+            return subject[name].iloc[0]
         return faster.sort_values("ratio")[name].iloc[0]
 
     def _distances(self, table: pd.DataFrame, model: str, context_length: int) -> pd.Series:

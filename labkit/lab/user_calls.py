@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from labkit.lab.user_lines import describe_line, user_file
+from labkit.machine.user_lines import describe_line, user_file
 from labkit.parallel.traffic import Collective, recorded_traffic
 from labkit.torch_private import TorchDispatchMode
 

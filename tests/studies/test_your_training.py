@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from labkit.bench.statistics import NO_DIFFERENCE_SHOWN
 from labkit.lab.metric import Results
+from labkit.studies.shared.alternatives import threads
 from labkit.studies.shared.checks import TOLERANCES
 from labkit.studies.your_training.arguments import find_batches, measure_values
 from labkit.studies.your_training.attention import AttentionShape, find_attention
@@ -547,11 +548,9 @@ def test_nothing_is_compiled_in_a_timed_step(
     rows_of_data: Any = list(torch.randn(10, 8))
     loader = DataLoader(rows_of_data, batch_size=4)
     point = YourTrainingPoint(sweep="changes", warmup=0, repeats=1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # what a change of threads would be compiled again for
     make = partial(build, lambda: linear(loader))
-    rows = list(compare(point, make, "changed", changes))
-    torch.set_num_threads(threads)
+    with threads(2):  # what a change of threads would be compiled again for
+        rows = list(compare(point, make, "changed", changes))
     assert [row["status"] for row in rows] == ["ok", "ok"]
 
 

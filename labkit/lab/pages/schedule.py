@@ -100,6 +100,7 @@ def record_user_schedule(all_reduce: Callable[[Tensor], Any], world_size: int) -
 
 
 def _n_elements(world_size: int) -> int:
+    """Return a length that all ranks, and the largest power of two of them, divide evenly."""
     return math.lcm(world_size, 1 << (world_size.bit_length() - 1))
 
 
@@ -126,7 +127,7 @@ class _RankLog:
         self.vector = torch.full((elements,), 2.0**rank, dtype=torch.float64)
         self.round = 0
         """The last one in which the rank has sent or received."""
-        self.posted: list[_RecordedWork] = []
+        self.works: list[_RecordedWork] = []
         """Kept, since a message needs its tensors even if nobody waits for it."""
         self._rank = rank
         self._messages: list[Message] = []
@@ -235,7 +236,7 @@ class _RecordedWork:
     ) -> None:
         """Post a message; `names` are those of torch's argument for the source, None for a send."""
         log.note()
-        log.posted.append(self)
+        log.works.append(self)
         self._log = log
         self._posted = log.round
         self._tensor = tensor

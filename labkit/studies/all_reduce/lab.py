@@ -246,7 +246,7 @@ LAB = Lab(
             id="alpha_beta",
             needs_calibration=True,
             without_rows=(
-                "It has no algorithm of labkit between a number of ranks that is calibrated;"
+                "It timed none of labkit's algorithms with a number of ranks that is calibrated;"
                 " `labkit measure limits --set 'ranks=[2,3]'` calibrates 2 and 3."
             ),
             text="Do the costs of a message and of a byte predict how long an all-reduce takes?",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
-from labkit.lab.user_lines import user_file
+from labkit.machine.user_lines import user_file
 from labkit.nn.training import TrainingStep
 from labkit.torch_private import fake_tensor_mode
 

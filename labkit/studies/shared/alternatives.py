@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from labkit.bench.check import refusal_columns
 from labkit.bench.clock import time_parts_interleaved
-from labkit.lab.user_lines import DescribedError, user_line
 from labkit.machine.cgroups import available_cores
+from labkit.machine.user_lines import DescribedError, user_line
 from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
 from labkit.parallel.traffic import Collective, recorded_traffic
 from labkit.parallel.transport import SHARED, transport_in_use

@@ -152,8 +152,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return max(blocks, key=len, default=[])
 
 
-# Of these functions the code is printed, between the lines with `def` and `return`: it has its own
-# imports, but for torch's.
+# The code of these functions is printed, from the line after `def` up to `return`, so they import
+# what it needs, except torch.
 def _use_workers(model: Any, batches: Any, loss: Any, optimizer: Any) -> Parts:
     from torch.utils.data import DataLoader
 

@@ -46,7 +46,7 @@ class YourTrainingConfig(TimedConfig):
 
 
 def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainingPoint]:
-    """Plan the step; the changes, in one process, which learns what pays; values; ranks."""
+    """Plan the step, its changes, values of an argument, and ranks."""
     shared: dict[str, Any] = {
         "file": absolute_target(config.file) if config.file else "",
         "arguments": tuple(sorted(config.arguments.items())),

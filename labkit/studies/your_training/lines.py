@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.lab.user_lines import user_file
+from labkit.machine.user_lines import user_file
 from labkit.nn.training import FORWARD, OPTIMIZER
 from labkit.studies.your_training.loop import INPUT, Loop
 from labkit.torch_private import TorchDispatchMode

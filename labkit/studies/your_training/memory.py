@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from labkit.bench.ledger import AllocationLedger, peak_between
-from labkit.lab.user_lines import user_file
 from labkit.machine.cgroups import available_memory_bytes
+from labkit.machine.user_lines import user_file
 from labkit.studies.shared.held import storage_bytes
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import tensors_in

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from labkit.lab.project import kind_of_path
-from labkit.lab.user_lines import DescribedError, deepest_user_line
+from labkit.machine.user_lines import DescribedError, deepest_user_line
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.torch_private import tree_leaves
 
